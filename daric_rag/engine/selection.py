@@ -1,0 +1,213 @@
+"""Which tokens of a reused prompt are recomputed: DARIC's Eq. 4 and Algorithm 1, and other strategies.
+
+A strategy is any callable `(chunks, settings) -> ranges`. To add one, put it into `STRATEGIES` by its name:
+
+    STRATEGIES["half"] = lambda chunks, settings: [(start, (start + end) // 2) for start, end in chunks[1:]]
+
+`select` checks the chunks, sorts and merges what the strategy returns, and adds the prompt's last token.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from daric_rag.engine.token_ranges import TokenRange, refine, subtract, total, union
+
+__all__ = [
+    "MTAFS",
+    "STRATEGIES",
+    "SelectionSettings",
+    "Strategy",
+    "TokenRange",
+    "allocate_budget",
+    "refine",
+    "select",
+    "subtract",
+    "total",
+    "union",
+]
+
+FloatArray = NDArray[np.float64]
+
+MAX_COMPENSATION_ROUNDS = 3  # Algorithm 1
+# Absorbs the rounding of products such as 0.29 * 100, which is 28.999999999999996 in binary.
+FLOOR_TOLERANCE = 1e-9
+
+MTAFS: Mapping[str, Callable[[FloatArray], FloatArray]] = {
+    "linear": lambda x: x,
+    "log": np.log,
+    # Divided by e^M, which cancels in Eq. 4, so that no number of chunks overflows.
+    "exp": lambda x: np.exp(x - x[-1]),
+}
+"""The monotonic token allocation functions f, applied to the chunk numbers 2..M (last one M)."""
+
+
+@dataclass(frozen=True)
+class SelectionSettings:
+    """How the recomputation index set I of a prompt is chosen.
+
+    `strategy`: a name in `STRATEGIES`. `n_avg`: average recomputation budget per chunk, tokens. `ratio`: the
+    r of n_2 = r * n_avg. `mtaf`: a name in `MTAFS`. `max_fraction`: the total budget is at most this fraction
+    of the prompt's tokens (but at least one token), paper section 5.2.5; None for no cap. `all` is not capped.
+
+    Raises ValueError that names the field, its value and what is allowed.
+    """
+
+    strategy: str = "daric"
+    n_avg: int = 32
+    ratio: float = 0.1
+    mtaf: str = "linear"
+    max_fraction: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_name("strategy", self.strategy, STRATEGIES)
+        _check_budget(self.n_avg, self.ratio, self.mtaf)
+        cap = self.max_fraction
+        if cap is not None and (not isinstance(cap, int | float) or not 0 < cap <= 1):
+            raise ValueError(f"max_fraction is {cap!r}; allowed: 0 < max_fraction <= 1, or None")
+
+
+Strategy = Callable[[Sequence[TokenRange], SelectionSettings], Sequence[TokenRange]]
+"""(non-empty contiguous chunks of the prompt, settings) -> ranges in any order, overlaps allowed."""
+
+
+def allocate_budget(num_chunks: int, n_avg: int, ratio: float, mtaf: str) -> list[int]:
+    """Return the M integers n_2, ..., n_M, n_l of Eq. 4: head tokens of chunks 2..M, then the local window.
+
+    They add up to M * n_avg, n_2..n_M never decrease, n_l >= n_M, and n_i never grows as M grows
+    (Proposition 1). Heads are rounded down; what rounding leaves over goes to n_l, the one number that
+    Proposition 1 leaves free. M = 2 makes Eq. 4 singular: n_2 = n_l = n_avg. M = 1 has no heads, n_l = n_avg:
+    nothing precedes the only chunk, its KV is exact wherever it comes from.
+
+    Raises ValueError that names the field, its value and what is allowed.
+    """
+    if not _is_int(num_chunks) or num_chunks < 1:
+        raise ValueError(f"num_chunks is {num_chunks!r}; allowed: an integer of at least 1")
+    _check_budget(n_avg, ratio, mtaf)
+    return _allocate(num_chunks, num_chunks * n_avg, ratio, mtaf)
+
+
+def select(chunk_bounds: Sequence[TokenRange], settings: SelectionSettings) -> list[TokenRange]:
+    """Return the recomputation index set I of a prompt as sorted, disjoint, non-empty ranges.
+
+    `chunk_bounds`: the prompt's chunks in order, contiguous, the first starting at 0; empty ones are passed
+    over. The last token is always in I, because its logits start the answer. The first chunk needs no
+    recomputation (it stands where its KV was computed), so only the local window at the end of the prompt can
+    reach it. |I| is at most M * n_avg for every strategy but `all`.
+
+    Raises ValueError for an empty prompt and for chunks that are not contiguous.
+    """
+    chunks = _checked_chunks(chunk_bounds)
+    num_tokens = chunks[-1][1]
+    chosen = STRATEGIES[settings.strategy](chunks, settings)
+    inside = [(max(start, 0), min(end, num_tokens)) for start, end in chosen]
+    return union(inside, [(num_tokens - 1, num_tokens)])
+
+
+def select_daric(chunks: Sequence[TokenRange], settings: SelectionSettings) -> list[TokenRange]:
+    """Algorithm 1: heads of chunks 2..M by Eq. 4 and the last n_l tokens, merged.
+
+    Tokens lost to overlaps, or to chunks shorter than their head, are given back to the front of the last
+    range, which may make it meet another head: hence the rounds.
+    """
+    budget = _token_budget(chunks, settings)
+    *head_sizes, window = _allocate(len(chunks), budget, settings.ratio, settings.mtaf)
+    num_tokens = chunks[-1][1]
+    ranges = union(_heads(chunks, head_sizes), [(max(num_tokens - window, 0), num_tokens)])
+    for _ in range(MAX_COMPENSATION_ROUNDS):
+        lost = budget - total(ranges)
+        if lost == 0 or ranges[-1][0] == 0:
+            break
+        start, end = ranges[-1]
+        ranges = union(ranges, [(max(start - lost, 0), end)])
+    return ranges
+
+
+def select_epic(chunks: Sequence[TokenRange], settings: SelectionSettings) -> list[TokenRange]:
+    """The first n_avg tokens of every chunk but the first, as EPIC does (fewer under the cap)."""
+    if len(chunks) == 1:
+        return []
+    # One token is set aside for the prompt's last one, which is computed in any case.
+    size = min(settings.n_avg, (_token_budget(chunks, settings) - 1) // (len(chunks) - 1))
+    return _heads(chunks, [size] * (len(chunks) - 1))
+
+
+def select_none(chunks: Sequence[TokenRange], settings: SelectionSettings) -> list[TokenRange]:
+    """Full reuse: nothing but the last token, which `select` adds."""
+    return []
+
+
+def select_all(chunks: Sequence[TokenRange], settings: SelectionSettings) -> list[TokenRange]:
+    """Recompute the whole prompt: the exact reference, equal to a plain prefill."""
+    return [(0, chunks[-1][1])]
+
+
+STRATEGIES: dict[str, Strategy] = {
+    "daric": select_daric,
+    "epic": select_epic,
+    "none": select_none,
+    "all": select_all,
+}
+
+
+def _allocate(num_chunks: int, budget: int, ratio: float, mtaf: str) -> list[int]:
+    """Eq. 4 for any total `budget` >= 1 (M * n_avg in the paper, less under a cap)."""
+    n_avg = budget / num_chunks
+    if num_chunks <= 2:
+        heads = [budget // num_chunks] * (num_chunks - 1)
+        return [*heads, budget - sum(heads)]
+    first = ratio * n_avg
+    f = MTAFS[mtaf](np.arange(2, num_chunks + 1, dtype=np.float64))
+    growth = (f - f[0]) / (f[-1] - f[0])  # from 0 at chunk 2 to 1 at chunk M
+    # n_i = n_2 + (n_l - n_2) * growth_i, put into sum(n_i) + n_l = budget and solved for n_l - n_2.
+    # The budget holds M shares of n_2 (M - 1 heads and the window) and, on top, the growth of each.
+    rise = (budget - num_chunks * first) / (growth.sum() + 1)
+    heads = [int(n) for n in np.floor(first + rise * growth + FLOOR_TOLERANCE)]
+    return [*heads, budget - sum(heads)]
+
+
+def _heads(chunks: Sequence[TokenRange], sizes: Sequence[int]) -> list[TokenRange]:
+    """The first sizes[k] tokens of chunk k + 2 (counting from 1), cut at the chunk's end."""
+    return [(start, min(start + n, end)) for (start, end), n in zip(chunks[1:], sizes, strict=True)]
+
+
+def _token_budget(chunks: Sequence[TokenRange], settings: SelectionSettings) -> int:
+    """M * n_avg tokens, or the cap if that is less; at least the one token that must be computed."""
+    budget = len(chunks) * settings.n_avg
+    if settings.max_fraction is None:
+        return budget
+    return max(1, min(budget, math.floor(settings.max_fraction * chunks[-1][1] + FLOOR_TOLERANCE)))
+
+
+def _checked_chunks(chunk_bounds: Sequence[TokenRange]) -> list[TokenRange]:
+    position = 0
+    for number, (start, end) in enumerate(chunk_bounds, start=1):
+        if start != position or end < start:
+            raise ValueError(
+                f"chunk_bounds has ({start}, {end}) as chunk {number}; "
+                f"allowed: contiguous chunks, here one that starts at {position} and does not end before it"
+            )
+        position = end
+    if position == 0:
+        raise ValueError(f"chunk_bounds is {list(chunk_bounds)!r}; allowed: a prompt of at least 1 token")
+    return [bounds for bounds in chunk_bounds if bounds[0] < bounds[1]]
+
+
+def _check_budget(n_avg: int, ratio: float, mtaf: str) -> None:
+    if not _is_int(n_avg) or n_avg < 1:
+        raise ValueError(f"n_avg is {n_avg!r}; allowed: an integer of at least 1")
+    if not isinstance(ratio, int | float) or not 0 < ratio < 1:
+        raise ValueError(f"ratio is {ratio!r}; allowed: 0 < ratio < 1")
+    _check_name("mtaf", mtaf, MTAFS)
+
+
+def _check_name(field: str, value: object, allowed: Mapping[str, object]) -> None:
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{field} is {value!r}; allowed: {', '.join(sorted(allowed))}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
