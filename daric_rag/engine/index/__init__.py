@@ -1,0 +1,30 @@
+"""The KV cache index: segment keys, the interface, and its two implementations."""
+
+from daric_rag.engine.index.base import UNKNOWN_ROOT, IndexEntry, IndexStats, KVIndex, Probe, Tier
+from daric_rag.engine.index.keys import (
+    KEY_BYTES,
+    SEGMENT_TOKENS,
+    Segment,
+    SegmentKey,
+    model_fingerprint,
+    root_key,
+    segment_chain,
+)
+from daric_rag.engine.index.memory import MemoryIndex
+
+__all__ = [
+    "KEY_BYTES",
+    "SEGMENT_TOKENS",
+    "UNKNOWN_ROOT",
+    "IndexEntry",
+    "IndexStats",
+    "KVIndex",
+    "MemoryIndex",
+    "Probe",
+    "Segment",
+    "SegmentKey",
+    "Tier",
+    "model_fingerprint",
+    "root_key",
+    "segment_chain",
+]
