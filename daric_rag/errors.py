@@ -23,3 +23,7 @@ class CacheUnavailableError(DaricError):
 
 class IndexMismatchError(DaricError):
     """A stored index belongs to another embedder, or is damaged."""
+
+
+class UnsupportedVersionError(DaricError, ImportError):
+    """A library is installed in a version that daric_rag does not work with; the message names both."""
