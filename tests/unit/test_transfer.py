@@ -1,0 +1,307 @@
+"""Transfer between records and blocks: every implementation against brute-force Python loops."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from daric_rag.engine import transfer
+from daric_rag.engine.kv_layout import KVLayout, PackedOrder, gpu_layout
+from daric_rag.engine.transfer import NO_RECORD, NO_ROTATION, RopeTable, TransferPlan, TransferRange
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+LAYERS, NUM_BLOCKS = 2, 12
+
+
+def packed_layout(
+    heads: int, head_dim: int, block_size: int, dtype: torch.dtype, key: torch.Tensor, value: torch.Tensor
+) -> KVLayout:
+    return KVLayout("packed_cpu", heads, head_dim, block_size, dtype, key, value, block_size * head_dim)
+
+
+@dataclass
+class Case:
+    """One randomly drawn transfer with its memory."""
+
+    layout: KVLayout
+    cache: torch.Tensor
+    records: list[torch.Tensor]
+    ranges: list[TransferRange]
+    block_tables: list[int]
+    rope: RopeTable
+
+    def plan(self) -> TransferPlan:
+        return TransferPlan.build(
+            self.ranges,
+            self.block_tables,
+            layout=self.layout,
+            num_blocks=NUM_BLOCKS,
+            num_layers=LAYERS,
+            storage_dtype=self.records[0].dtype,
+        )
+
+
+def make_orders(
+    kind: str, block_size: int, head_dim: int, rng: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    plain = PackedOrder(1, 1, head_dim).offsets(block_size, head_dim)
+    if kind == "transposed":
+        return PackedOrder(block_size, 1, block_size * head_dim).offsets(block_size, head_dim), plain
+    if kind == "tiled":
+        return PackedOrder(4, 1, 4 * head_dim).offsets(block_size, head_dim), plain
+    if kind == "vnni":
+        key = PackedOrder(block_size // 2, 2, block_size // 2 * head_dim).offsets(block_size, head_dim)
+        token, dim = torch.arange(block_size)[:, None], torch.arange(head_dim)[None, :]
+        value = (token // 2) * 2 * head_dim + dim * 2 + token % 2
+        return key, value.reshape(-1).to(torch.int32)
+    shuffled = torch.randperm(block_size * head_dim, generator=rng).to(torch.int32)
+    return shuffled, shuffled.flip(0).contiguous()
+
+
+def make_cache(
+    kind: str, heads: int, block_size: int, head_dim: int, dtype: torch.dtype, rng: torch.Generator
+) -> tuple[torch.Tensor, KVLayout]:
+    if kind == "nhd":
+        rows = torch.randn(NUM_BLOCKS, block_size, heads, 2 * head_dim, generator=rng).to(dtype)
+        return rows.permute(0, 2, 1, 3), gpu_layout(rows.permute(0, 2, 1, 3))
+    cache = torch.randn(NUM_BLOCKS, heads, block_size, 2 * head_dim, generator=rng).to(dtype)
+    if kind == "hnd":
+        return cache, gpu_layout(cache)
+    key, value = make_orders(kind, block_size, head_dim, rng)
+    return cache, packed_layout(heads, head_dim, block_size, dtype, key, value)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    kind = draw(st.sampled_from(["transposed", "tiled", "vnni", "shuffled", "nhd", "hnd"]))
+    dtype, storage = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(DTYPES))
+    heads = draw(st.integers(1, 4))
+    head_dim = draw(st.sampled_from([2, 6, 8, 16, 18, 32, 64, 80]))
+    block_size = draw(st.sampled_from([8, 32, 40] if head_dim > 16 else [8, 32]))
+    rng = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    cache, layout = make_cache(kind, heads, block_size, head_dim, dtype, rng)
+    rotary_dim = draw(st.integers(1, head_dim // 2)) * 2
+    angles = torch.rand(3, rotary_dim // 2, generator=rng) * 2 * math.pi
+    rope = RopeTable(angles.cos(), angles.sin(), rotary_dim, neox=draw(st.booleans()))
+    table = torch.randperm(NUM_BLOCKS, generator=rng).tolist()
+    ranges, records = draw_ranges(draw, layout, storage, rng)
+    return Case(layout, cache, records, ranges, table, rope)
+
+
+def draw_ranges(
+    draw: st.DrawFn, layout: KVLayout, storage: torch.dtype, rng: torch.Generator
+) -> tuple[list[TransferRange], list[torch.Tensor]]:
+    """Up to four ranges that fill parts of one or two block tables without touching each other."""
+    first_of_second_table = draw(st.integers(1, NUM_BLOCKS - 1))
+    free = {0: (0, first_of_second_table), first_of_second_table: (0, NUM_BLOCKS - first_of_second_table)}
+    ranges, records = [], []
+    for offset, (_, blocks) in free.items():
+        position, end = 0, blocks * layout.block_size
+        for _ in range(draw(st.integers(0, 2))):
+            position = draw(st.integers(position, end))
+            count = draw(st.integers(0, min(end - position, 3 * layout.block_size)))
+            before, after = draw(st.integers(0, 3)), draw(st.integers(0, 3))
+            record_tokens = max(before + count + after, 1)
+            shape = (LAYERS, 2, record_tokens, layout.num_kv_heads, layout.head_dim)
+            records.append(torch.randn(shape, generator=rng).to(storage))
+            row = draw(st.integers(NO_ROTATION, 2))
+            address = records[-1].data_ptr()
+            ranges.append(TransferRange(address, record_tokens, before, count, position, offset, row))
+            position += count
+    if not records:
+        records.append(torch.zeros(LAYERS, 2, 1, layout.num_kv_heads, layout.head_dim, dtype=storage))
+    return ranges, records
+
+
+def raw_offsets(case: Case, item: TransferRange, index: int, head: int) -> tuple[list[int], list[int]]:
+    """Where each dim of key and value of token `index` lies, counted from the storage's first element."""
+    layout, cache = case.layout, case.cache
+    position = item.dst_token_start + index
+    block = case.block_tables[item.block_table_offset + position // layout.block_size]
+    token = position % layout.block_size
+    area = cache.storage_offset() + block * cache.stride(0) + head * cache.stride(1)
+    row = slice(token * layout.head_dim, (token + 1) * layout.head_dim)
+    keys = [area + offset for offset in layout.key_order[row].tolist()]
+    values = [area + layout.value_offset + offset for offset in layout.value_order[row].tolist()]
+    return keys, values
+
+
+def rotated(key: torch.Tensor, rope: RopeTable, row: int) -> torch.Tensor:
+    """R(Δ) of one float32 head, pair by pair."""
+    out = key.clone()
+    half = rope.rotary_dim // 2
+    for pair in range(half if row != NO_ROTATION else 0):
+        i, j = (pair, pair + half) if rope.neox else (2 * pair, 2 * pair + 1)
+        cos, sin = rope.cos[row, pair], rope.sin[row, pair]
+        out[i] = key[i] * cos - key[j] * sin
+        out[j] = key[j] * cos + key[i] * sin
+    return out
+
+
+def flat_storage(cache: torch.Tensor) -> torch.Tensor:
+    size = cache.untyped_storage().nbytes() // cache.element_size()
+    return torch.as_strided(cache, (size,), (1,), 0)
+
+
+def brute_force_scatter(case: Case, layer: int) -> torch.Tensor:
+    flat = flat_storage(case.cache).clone()
+    for item, record in zip(case.ranges, case.records, strict=False):
+        for index in range(item.num_tokens):
+            for head in range(case.layout.num_kv_heads):
+                keys, values = raw_offsets(case, item, index, head)
+                source = record[layer, :, item.src_token_start + index, head].float()
+                flat[keys] = rotated(source[0], case.rope, item.rope_row).to(flat.dtype)
+                flat[values] = source[1].to(flat.dtype)
+    return flat
+
+
+def brute_force_gather(case: Case, layer: int) -> list[torch.Tensor]:
+    flat, out = flat_storage(case.cache), [record.clone() for record in case.records]
+    for item, record in zip(case.ranges, out, strict=False):
+        for index in range(item.num_tokens):
+            for head in range(case.layout.num_kv_heads):
+                keys, values = raw_offsets(case, item, index, head)
+                record[layer, 0, item.src_token_start + index, head] = flat[keys].to(record.dtype)
+                record[layer, 1, item.src_token_start + index, head] = flat[values].to(record.dtype)
+    return out
+
+
+def brute_force_rotate(case: Case) -> torch.Tensor:
+    flat = flat_storage(case.cache).clone()
+    for item in case.ranges:
+        for index in range(item.num_tokens):
+            for head in range(case.layout.num_kv_heads):
+                keys, _ = raw_offsets(case, item, index, head)
+                flat[keys] = rotated(flat[keys].float(), case.rope, item.rope_row).to(flat.dtype)
+    return flat
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases(), layer=st.integers(0, LAYERS - 1))
+def test_scatter_writes_exactly_what_the_loops_write(case: Case, layer: int) -> None:
+    expected = brute_force_scatter(case, layer)
+    before = [record.clone() for record in case.records]
+    transfer.scatter_(case.cache, case.layout, case.plan(), layer, case.rope)
+    assert torch.equal(flat_storage(case.cache), expected)
+    assert all(torch.equal(a, b) for a, b in zip(before, case.records, strict=True))
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases(), layer=st.integers(0, LAYERS - 1))
+def test_gather_reads_exactly_what_the_loops_read(case: Case, layer: int) -> None:
+    expected = brute_force_gather(case, layer)
+    before = flat_storage(case.cache).clone()
+    transfer.gather_(case.cache, case.layout, case.plan(), layer)
+    assert all(torch.equal(a, b) for a, b in zip(case.records, expected, strict=True))
+    assert torch.equal(flat_storage(case.cache), before)
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=cases())
+def test_rotate_turns_exactly_the_keys_the_loops_turn(case: Case) -> None:
+    expected = brute_force_rotate(case)
+    case.ranges = [item._replace(record_address=NO_RECORD) for item in case.ranges]
+    transfer.rotate_(case.cache, case.layout, case.plan(), 0, case.rope)
+    assert torch.equal(flat_storage(case.cache), expected)
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=cases(), layer=st.integers(0, LAYERS - 1))
+def test_gather_after_scatter_gives_the_records_back(case: Case, layer: int) -> None:
+    case.ranges = [item._replace(rope_row=NO_ROTATION) for item in case.ranges]
+    if case.records[0].dtype != case.cache.dtype:
+        case.records = [record.to(case.cache.dtype) for record in case.records]
+        addresses = [record.data_ptr() for record in case.records]
+        case.ranges = [
+            item._replace(record_address=address)
+            for item, address in zip(case.ranges, addresses, strict=False)
+        ]
+    plan, before = case.plan(), [record.clone() for record in case.records]
+    transfer.scatter_(case.cache, case.layout, plan, layer, None)
+    for item, record in zip(case.ranges, case.records, strict=False):
+        record[layer, :, item.src_token_start : item.src_token_start + item.num_tokens] = float("nan")
+    transfer.gather_(case.cache, case.layout, plan, layer)
+    assert all(torch.equal(a, b) for a, b in zip(before, case.records, strict=True))
+
+
+def small_case(**changes: int) -> dict[str, object]:
+    """Arguments of a valid TransferPlan.build with one range, changed in the named fields."""
+    fields = {
+        "record_address": 64,
+        "record_tokens": 40,
+        "src_token_start": 8,
+        "num_tokens": 32,
+        "dst_token_start": 16,
+        "block_table_offset": 1,
+        "rope_row": 0,
+    } | {name: value for name, value in changes.items() if name in TransferRange._fields}
+    layout = gpu_layout(torch.zeros(4, 2, 32, 32))
+    return {
+        "ranges": [TransferRange(**fields)],
+        "block_tables": [9, 3, changes.get("last_block", 0)],
+        "layout": layout,
+        "num_blocks": 4,
+        "num_layers": 2,
+        "storage_dtype": torch.float32,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"src_token_start": 9}, "src_token_start \\+ num_tokens must be at most record_tokens"),
+        ({"src_token_start": -1}, "src_token_start must be 0 to"),
+        ({"num_tokens": -1}, "num_tokens must be 0 to"),
+        ({"num_tokens": 2**62}, "num_tokens must be 0 to"),
+        ({"record_address": -8}, "record_address must be"),
+        ({"rope_row": -2}, "rope_row must be -1"),
+        ({"dst_token_start": -1}, "dst_token_start must be 0"),
+        ({"dst_token_start": 33}, "below the 3 entries of block_tables"),
+        ({"block_table_offset": 2}, "below the 3 entries of block_tables"),
+        ({"block_table_offset": 0}, "block id 9 in block_tables, must be 0 to 3"),
+        ({"last_block": -1}, "block id -1"),
+        ({"last_block": 4}, "block id 4"),
+    ],
+)
+def test_a_wrong_bound_is_refused_before_memory_is_touched(changes: dict[str, int], message: str) -> None:
+    TransferPlan.build(**small_case())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=message):
+        TransferPlan.build(**small_case(**changes))  # type: ignore[arg-type]
+
+
+def test_what_does_not_fit_the_call_is_refused() -> None:
+    plan = TransferPlan.build(**small_case())  # type: ignore[arg-type]
+    cache = torch.zeros(4, 2, 32, 32)
+    layout = gpu_layout(cache)
+    rope = RopeTable(torch.ones(1, 4), torch.zeros(1, 4), 8, neox=True)
+    with pytest.raises(ValueError, match="layer is 2"):
+        transfer.scatter_(cache, layout, plan, 2, rope)
+    with pytest.raises(ValueError, match="rope has 0 rows, the plan needs 1"):
+        transfer.scatter_(cache, layout, plan, 0, None)
+    with pytest.raises(ValueError, match="3 blocks"):
+        transfer.gather_(cache[:3], layout, plan, 0)
+    wide = RopeTable(torch.ones(1, 16), torch.zeros(1, 16), 32, neox=True)
+    with pytest.raises(ValueError, match="rotary_dim is 32"):
+        transfer.rotate_(cache, layout, plan, 0, wide)
+
+
+def test_ranges_that_write_the_same_slot_are_refused() -> None:
+    arguments = small_case(rope_row=NO_ROTATION)
+    first = arguments["ranges"][0]  # type: ignore[index]
+    arguments["ranges"] = [first, first._replace(dst_token_start=47, num_tokens=1)]
+    plan = TransferPlan.build(**arguments)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="same slot"):
+        transfer.scatter_(torch.zeros(4, 2, 32, 32), arguments["layout"], plan, 0, None)  # type: ignore[arg-type]
+
+
+def test_a_plan_without_records_only_rotates() -> None:
+    plan = TransferPlan.build(**small_case(record_address=NO_RECORD, rope_row=NO_ROTATION))  # type: ignore[arg-type]
+    cache = torch.zeros(4, 2, 32, 32)
+    with pytest.raises(ValueError, match="record_address 0"):
+        transfer.gather_(cache, gpu_layout(cache), plan, 0)
+    transfer.rotate_(cache, gpu_layout(cache), plan, 0, None)
