@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import mmap
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from daric_rag.engine.storage.base import Bytes
 from daric_rag.errors import CacheUnavailableError
 
 ALIGNMENT = 64
+MAP_NORESERVE = 0x4000  # Linux; not in Python's mmap module before 3.13
 
 
 def aligned(nbytes: int) -> int:
@@ -68,11 +70,11 @@ class FreeList:
 
 
 class Arena:
-    """`nbytes` of anonymous memory: pages never touched cost nothing; page-locked for CUDA when `pin_memory`."""
+    """`nbytes` of anonymous memory, page-locked for CUDA if `pin_memory`; else unused pages cost nothing."""
 
     def __init__(self, nbytes: int, *, pin_memory: bool = False) -> None:
         self.free_list = FreeList(nbytes)
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         try:
             self._map = mmap.mmap(-1, max(self.free_list.size, mmap.PAGESIZE), flags=flags)
         except (OSError, OverflowError) as error:
@@ -93,21 +95,22 @@ class Arena:
     def close(self) -> None:
         """Unlock the pages; the memory itself goes when the last view of it does."""
         if self._pinned:
-            import torch
-
-            torch.cuda.cudart().cudaHostUnregister(self._bytes.ctypes.data)
+            _cuda_runtime().cudaHostUnregister(self._bytes.ctypes.data)
             self._pinned = False
 
     def _pin(self) -> None:
-        import torch
-
-        if not torch.cuda.is_available():
-            raise CacheUnavailableError("pin_memory=True: no CUDA device is available, use pin_memory=False")
-        torch.cuda.init()
-        error = int(torch.cuda.cudart().cudaHostRegister(self._bytes.ctypes.data, self._bytes.nbytes, 0))
+        error = int(_cuda_runtime().cudaHostRegister(self._bytes.ctypes.data, self._bytes.nbytes, 0))
         if error:
             raise CacheUnavailableError(
                 f"host_bytes={self._bytes.nbytes}: cudaHostRegister failed with error {error}; "
                 "lower host_bytes or raise the locked-memory limit (ulimit -l)"
             )
         self._pinned = True
+
+
+def _cuda_runtime() -> Any:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise CacheUnavailableError("pin_memory=True: no CUDA device is available, use pin_memory=False")
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

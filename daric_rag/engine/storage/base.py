@@ -21,8 +21,9 @@ Tier = Literal["host", "disk"]
 class RecordSpec:
     """Shape and dtype of the records of one store.
 
-    The payload of a segment is one contiguous array `[num_layers, 2, num_tokens, num_kv_heads, head_dim]` of `dtype`:
-    first the keys at chunk-relative positions, then the values. Raises `ValueError` for anything it cannot describe.
+    The payload of a segment is one contiguous array `[num_layers, 2, num_tokens, num_kv_heads, head_dim]` of
+    `dtype`: first the keys at chunk-relative positions, then the values.
+    Raises `ValueError` for anything it cannot describe.
     """
 
     num_layers: int
@@ -107,8 +108,8 @@ class StoreStats:
 class WriteHandle:
     """Space for a record that is being saved: fill `data`, then `KVStore.commit` or `KVStore.abort`.
 
-    `data` is `uint8[payload_nbytes]` in the arena and belongs to the handle: a handle dropped without either call
-    gives its space back, so `data` must not outlive it.
+    `data` is `uint8[payload_nbytes]` in the arena, at `address`, and belongs to the handle: a handle dropped
+    without either call gives its space back, so `data` must not outlive it.
     """
 
     __slots__ = ("_abandon", "address", "data", "key", "num_tokens", "record")
@@ -129,9 +130,10 @@ class WriteHandle:
 
 
 class ReadHandle:
-    """A pinned record: `data` is `uint8[payload_nbytes]`, never to be written to, valid until `KVStore.release`.
+    """A pinned record: `data`, `uint8[payload_nbytes]` at `address`, is valid until `KVStore.release`.
 
-    Layer `i` may be read once `wait(i)` has returned True. A handle dropped without a release is unpinned.
+    Layer `i` may be read once `wait(i)` has returned True; nothing may be written. A handle dropped without a
+    release is unpinned.
     """
 
     __slots__ = ("_abandon", "_wait", "address", "data", "key", "num_tokens", "record", "tier")

@@ -1,4 +1,4 @@
-"""Records in host memory: an arena with a byte budget, an index of what lies in it, and eviction that minds pins."""
+"""Records in host memory: an arena with a byte budget, what lies in it, and eviction that minds pins."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class HostRecord:
     __slots__ = ("data", "key", "load", "namespace", "num_tokens", "offset", "parent", "pins", "state")
 
     def __init__(
-        self, key: SegmentKey, parent: SegmentKey, num_tokens: int, namespace: str, offset: int, data: Bytes
+        self, key: SegmentKey, parent: SegmentKey, num_tokens: int, namespace: bytes, offset: int, data: Bytes
     ) -> None:
         self.key = key
         self.parent = parent
@@ -46,11 +46,16 @@ class HostRecord:
         self.state = State.WRITING
         self.load: Load | None = None
 
+    @property
+    def attached(self) -> bool:
+        """Whether the bytes lie in the arena."""
+        return self.offset != DETACHED
+
 
 class HostTier:
     """Not thread-safe: `KVStore` calls it under its lock.
 
-    `on_evict` is called with every record that eviction is about to take away, while its bytes are still there.
+    `on_evict` is called with every record that eviction takes away, while its bytes are still there.
     """
 
     def __init__(
@@ -80,9 +85,9 @@ class HostTier:
         return (record for record in self._records.values() if record.state is State.READY)
 
     def reserve(
-        self, key: SegmentKey, parent: SegmentKey, num_tokens: int, namespace: str
+        self, key: SegmentKey, parent: SegmentKey, num_tokens: int, namespace: bytes
     ) -> HostRecord | None:
-        """A new record, pinned once and in state WRITING; None if it is here already or cannot be made to fit."""
+        """A new record, pinned once, in state WRITING; None if it is here already or cannot fit."""
         if key in self._records:
             return None
         nbytes = self.spec.payload_nbytes(num_tokens)
@@ -95,10 +100,20 @@ class HostTier:
         self._policy.pin(key)
         return record
 
-    def detached(self, key: SegmentKey, parent: SegmentKey, num_tokens: int, namespace: str) -> HostRecord:
-        """A record with memory of its own and outside the tier, for a reader the arena has no room for."""
-        data = np.empty(self.spec.payload_nbytes(num_tokens), dtype=np.uint8)
-        return HostRecord(key, parent, num_tokens, namespace, DETACHED, data)
+    def detached(
+        self,
+        key: SegmentKey,
+        parent: SegmentKey,
+        num_tokens: int,
+        namespace: bytes,
+        data: Bytes | None = None,
+    ) -> HostRecord:
+        """A record outside the tier, with memory of its own: for a reader the arena has no room for."""
+        if data is None:
+            data = np.empty(self.spec.payload_nbytes(num_tokens), dtype=np.uint8)
+        record = HostRecord(key, parent, num_tokens, namespace, DETACHED, data)
+        record.state = State.READY
+        return record
 
     def publish(self, record: HostRecord) -> None:
         """Writing or loading is done: the record is complete, and its first pin is gone."""
@@ -111,7 +126,7 @@ class HostTier:
         if record.state is State.DEAD:
             return
         record.state = State.DEAD
-        if record.offset == DETACHED:
+        if not record.attached:
             return
         del self._records[record.key]
         self._policy.remove(record.key)
@@ -120,19 +135,19 @@ class HostTier:
 
     def touch(self, record: HostRecord) -> None:
         """Note one use of the record."""
-        if record.offset != DETACHED and record.state is not State.DEAD:
+        if record.attached and record.state is not State.DEAD:
             self._policy.touch(record.key)
 
     def pin(self, record: HostRecord) -> None:
         """Keep the record's bytes where they are until `unpin`."""
         record.pins += 1
-        if record.pins == 1 and record.state is not State.DEAD and record.offset != DETACHED:
+        if record.pins == 1 and record.state is not State.DEAD and record.attached:
             self._policy.pin(record.key)
 
     def unpin(self, record: HostRecord) -> None:
         """Undo one pin."""
         record.pins -= 1
-        if record.pins or record.offset == DETACHED:
+        if record.pins or not record.attached:
             return
         if record.state is State.DEAD:
             self._free.release(record.offset, record.data.nbytes)

@@ -1,4 +1,4 @@
-"""Which record goes next: least recently used, weighted by frequency, leaves of a chunk before what they continue."""
+"""Which record goes next: least recently used, weighted by frequency, a chunk's end before its beginning."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class _Entry:
 class EvictionPolicy:
     """The order in which one tier gives up its records.
 
-    A record's score is the time of its last access, in accesses of the tier, plus one *turn* (as many accesses as the
-    tier has records) for every doubling of its access count, at most `MAX_TURNS`. A record with children in the tier
-    or with pins is never chosen: a segment is useless without those before it in its chunk.
+    A record's score is the time of its last access, counted in accesses, plus one *turn* (as many accesses
+    as there are records) for every doubling of its access count, at most `MAX_TURNS`. A record with pins is
+    never chosen, nor one with children here: a segment is useless without those before it in its chunk.
 
-    Scores never fall, so the heap keeps one lower bound a record and corrects it only when the record comes up:
-    touching costs O(1) a segment of the chunk, `victim` amortised O(log n).
+    Scores never fall, so the heap keeps one lower bound a record and corrects it when the record comes up:
+    touching costs O(1) for each segment up to the chunk's first, `victim` amortised O(log n).
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,9 @@
-"""`KVStore`: the KV of one model and one tensor-parallel rank, in host memory with an optional disk tier below."""
+"""`KVStore`: the KV of one model and tensor-parallel rank, in host memory and perhaps on disk below it."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter, deque
 
 from daric_rag.engine.index.keys import KEY_BYTES, SegmentKey
@@ -15,14 +16,23 @@ from daric_rag.engine.storage.base import (
     WriteHandle,
     check_segment,
 )
+from daric_rag.engine.storage.disk import DiskRecord, DiskTier
+from daric_rag.engine.storage.events import EventLog
 from daric_rag.engine.storage.host import HostRecord, HostTier, State
+from daric_rag.engine.storage.loader import Load, Loader, Outcome
+from daric_rag.engine.storage.manifest import Manifest
+from daric_rag.engine.storage.record import namespace_digest
+from daric_rag.engine.storage.write_behind import WriteBehind
 from daric_rag.errors import EngineClosedError
 
 
 class KVStore:
-    """Holds segments as canonical records; safe to call from any thread, and none of its calls waits for a disk.
+    """Holds segments as canonical records; safe to call from any thread, and no call waits for a write.
 
-    Raises `ValueError` for options or keys out of range, `CacheUnavailableError` for a location that cannot be used.
+    `host_bytes` and `disk_bytes` are budgets of this store: one model (`root`), one rank. The disk budget
+    bounds the directory of that model and rank, whoever writes there. `model_id` is for people.
+    Raises `ValueError` for options or keys out of range, `CacheUnavailableError` for a location that cannot
+    be used, `EngineClosedError` after `close`.
     """
 
     def __init__(
@@ -37,45 +47,58 @@ class KVStore:
         root: bytes,
         pin_memory: bool = False,
     ) -> None:
-        if host_bytes < 1:
-            raise ValueError(f"host_bytes={host_bytes}: allowed is a positive number of bytes")
-        if len(root) != KEY_BYTES:
-            raise ValueError(f"root={root!r}: allowed are {KEY_BYTES} bytes")
+        _check_options(host_bytes, disk_path, disk_bytes, rank, root)
         self.spec = spec
         self.root = root
         self._lock = threading.Lock()
         self._closed = False
-        self._events: list[StoreEvent] = []
+        self._events = EventLog()
         self._counts: Counter[str] = Counter()
         self._pins = 0
         self._reservations = 0
-        # Handles that were dropped: a destructor may run anywhere, also under our lock, so it only leaves a note.
-        self._dropped_reads: deque[HostRecord] = deque()
-        self._dropped_writes: deque[HostRecord] = deque()
+        # Handles that were dropped: a destructor may run anywhere, even under our lock, so it leaves a note.
+        self._dropped_reads: deque[object] = deque()
+        self._dropped_writes: deque[object] = deque()
+        self._disk: DiskTier | None = None
+        if disk_path is not None:
+            self._disk = DiskTier(
+                spec, path=disk_path, root=root, rank=rank, budget=disk_bytes, on_removed=self._left_disk
+            )
         self._host = HostTier(spec, host_bytes, pin_memory=pin_memory, on_evict=self._evicted)
+        if self._disk is not None:
+            manifest = Manifest(root, model_id, spec)
+            self._loader = Loader(self._loaded)
+            self._writer = WriteBehind(
+                self._lock, self._host, self._disk, self._events, self._counts, manifest
+            )
 
     def reserve(
         self, key: SegmentKey, parent: SegmentKey, num_tokens: int, *, namespace: str = ""
     ) -> WriteHandle | None:
-        """Space for a new record, invisible until `commit`; None if it cannot fit or is in host memory already."""
+        """Space for a new record, invisible until `commit`; None if it cannot fit, or is in host memory."""
         check_segment(key, parent, num_tokens)
+        digest = namespace_digest(namespace)
         with self._lock:
             self._enter()
-            record = self._host.reserve(key, parent, num_tokens, namespace)
+            record = self._host.reserve(key, parent, num_tokens, digest)
             if record is None:
                 return None
+            if self._disk is not None:
+                self._writer.note_namespace(digest, namespace)
             self._reservations += 1
             return WriteHandle(key, num_tokens, record.data, record, self._dropped_writes.append)
 
     def commit(self, handle: WriteHandle) -> None:
-        """Make a filled record visible; it may be copied to disk afterwards, in the background."""
+        """Make a filled record visible; with a disk tier it is written there later, in the background."""
         with self._lock:
             self._enter()
             record, handle.record = handle.record, None
-            if isinstance(record, HostRecord):
-                self._reservations -= 1
-                self._host.publish(record)
-                self._emit("added", record, "host")
+            if not isinstance(record, HostRecord):
+                return
+            self._reservations -= 1
+            self._publish(record)
+            if self._disk is not None:
+                self._writer.enqueue(record)
 
     def abort(self, handle: WriteHandle) -> None:
         """Give the space of an unfinished record back."""
@@ -85,20 +108,18 @@ class KVStore:
                 self._abort(record)
 
     def acquire(self, key: SegmentKey) -> ReadHandle | None:
-        """The pinned record of `key`, or None for a miss."""
+        """The pinned record of `key`, or None for a miss; one on disk begins to be read, and so promoted."""
         with self._lock:
             self._enter()
-            record = self._host.get(key)
-            if record is None or record.state is not State.READY:
-                self._counts["misses"] += 1
-                return None
-            self._host.pin(record)
-            self._host.touch(record)
-            self._pins += 1
-            self._counts["host_hits"] += 1
-            return ReadHandle(
-                key, record.num_tokens, "host", record.data, record, None, self._dropped_reads.append
-            )
+            handle = self._acquire(key)
+            if handle is not None or self._disk is None:
+                return self._count_hit(handle)
+        found = self._disk.find(key)  # not under the lock: this may wait for a disk
+        with self._lock:
+            self._enter()
+            if found is not None and (record := self._disk.adopt(found)) is not None:
+                self._events.add("added", record, "disk")
+            return self._count_hit(self._acquire(key))
 
     def release(self, handle: ReadHandle) -> None:
         """Unpin; a second call does nothing."""
@@ -110,38 +131,66 @@ class KVStore:
     def contains(self, key: SegmentKey) -> Tier | None:
         """The fastest tier that holds `key`; not a use of it."""
         with self._lock:
+            self._enter()
             record = self._host.get(key)
-            return "host" if record is not None and record.state is State.READY else None
+            if record is not None and record.state is State.READY:
+                return "host"
+            if self._disk is None:
+                return None
+            if self._disk.get(key) is not None or self._writer.demoted(key) is not None:
+                return "disk"
+        return "disk" if self._disk.find(key) is not None else None
 
     def drain_events(self) -> list[StoreEvent]:
         """What happened since the last call, in order."""
         with self._lock:
-            events, self._events = self._events, []
-            return events
+            return self._events.drain()
 
     def stats(self) -> StoreStats:
         """Counters so far."""
         with self._lock:
             self._sweep()
+            counts = self._counts
+            disk, writer = self._disk, self._writer if self._disk is not None else None
             return StoreStats(
                 host_bytes=self._host.used_bytes,
                 host_budget=self._host.arena.free_list.size,
                 host_records=len(self._host),
+                disk_bytes=disk.used_bytes if disk else 0,
+                disk_budget=disk.budget if disk else 0,
+                disk_records=len(disk) if disk else 0,
                 pins=self._pins,
                 reservations=self._reservations,
-                **self._counts,
+                host_hits=counts["host_hits"],
+                disk_hits=counts["disk_hits"],
+                misses=counts["misses"],
+                evictions=counts["evictions"],
+                disk_evictions=counts["disk_evictions"],
+                demotions=counts["demotions"],
+                promotions=counts["promotions"],
+                disk_writes=counts["disk_writes"],
+                pending_writes=writer.pending if writer else 0,
+                damaged=counts["damaged"] + (disk.damaged if disk else 0),
+                write_errors=counts["write_errors"],
+                read_only=writer.read_only if writer else False,
             )
 
     def flush(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds until everything is on disk that should be; False if it is not."""
-        return True
+        """Wait until everything is on disk that should be; False after `timeout` s, or if it is read-only."""
+        return self._disk is None or self._writer.flush(timeout)
 
-    def close(self) -> None:
-        """Stop background work; reading handles stay readable, all other calls raise `EngineClosedError`."""
+    def close(self, timeout: float = 10.0) -> None:
+        """Write what is left, `timeout` s at most, and stop; data of reading handles stays readable."""
         with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._host.arena.close()
+            if self._closed:
+                return
+            self._closed = True
+        if self._disk is not None:
+            self._loader.close()
+            self._writer.flush(timeout)
+            self._writer.close(timeout)
+        with self._lock:
+            self._host.arena.close()
 
     def _enter(self) -> None:
         if self._closed:
@@ -150,9 +199,13 @@ class KVStore:
 
     def _sweep(self) -> None:
         while self._dropped_writes:
-            self._abort(self._dropped_writes.popleft())
+            record = self._dropped_writes.popleft()
+            if isinstance(record, HostRecord):
+                self._abort(record)
         while self._dropped_reads:
-            self._release(self._dropped_reads.popleft())
+            record = self._dropped_reads.popleft()
+            if isinstance(record, HostRecord):
+                self._release(record)
 
     def _abort(self, record: HostRecord) -> None:
         self._reservations -= 1
@@ -163,9 +216,99 @@ class KVStore:
         self._pins -= 1
         self._host.unpin(record)
 
+    def _publish(self, record: HostRecord) -> None:
+        on_disk = self._disk is not None and self._disk.get(record.key) is not None
+        self._host.publish(record)
+        self._events.add("tier_changed" if on_disk else "added", record, "host")
+
+    def _acquire(self, key: SegmentKey) -> ReadHandle | None:
+        record = self._host.get(key)
+        if record is not None and record.state is State.READY:
+            return self._read(record, "host")
+        if record is not None and record.state is State.LOADING:
+            return self._read(record, "disk")
+        if self._disk is None or (record is not None and record.state is State.WRITING):
+            return None
+        job = self._writer.demoted(key)
+        if job is not None:
+            return self._read(
+                self._host.detached(key, job.parent, job.num_tokens, job.namespace, job.data), "host"
+            )
+        on_disk = self._disk.get(key)
+        return None if on_disk is None else self._read(self._load(on_disk), "disk")
+
+    def _read(self, record: HostRecord, tier: Tier) -> ReadHandle:
+        self._host.pin(record)
+        self._host.touch(record)
+        self._pins += 1
+        wait = record.load.wait if record.load is not None and tier == "disk" else None
+        return ReadHandle(
+            record.key, record.num_tokens, tier, record.data, record, wait, self._dropped_reads.append
+        )
+
+    def _count_hit(self, handle: ReadHandle | None) -> ReadHandle | None:
+        self._counts["misses" if handle is None else f"{handle.tier}_hits"] += 1
+        return handle
+
+    def _load(self, on_disk: DiskRecord) -> HostRecord:
+        """Start to read a record: into the arena, which promotes it, or beside it if there is no room."""
+        assert self._disk is not None
+        key, parent, num_tokens, namespace = (
+            on_disk.key,
+            on_disk.parent,
+            on_disk.num_tokens,
+            on_disk.namespace,
+        )
+        record = self._host.reserve(key, parent, num_tokens, namespace)
+        if record is None:
+            record = self._host.detached(key, parent, num_tokens, namespace)
+        record.state = State.LOADING
+        expected = self._disk.header_of(key, parent, num_tokens, namespace)
+        stale = self._disk.touch(on_disk, time.time())
+        record.load = Load(record, self._disk.file_of(key), expected, on_disk, touch_file=stale)
+        self._disk.pin(on_disk)
+        self._loader.submit(record.load)
+        return record
+
+    def _loaded(self, load: Load, outcome: Outcome) -> None:
+        """A load ended, in a thread of the loader."""
+        assert self._disk is not None
+        record = load.record
+        with self._lock:
+            record.load = None
+            self._disk.unpin(load.on_disk)
+            if outcome is Outcome.COMPLETE:
+                if record.attached:
+                    self._counts["promotions"] += 1
+                    self._publish(record)
+                return
+            self._host.discard(record)
+            self._host.unpin(record)
+            # Also when the file is merely unreadable: forgotten, it can be written anew.
+            self._disk.forget(load.on_disk)
+            if outcome is Outcome.DAMAGED:
+                self._counts["damaged"] += 1
+        if outcome is Outcome.DAMAGED:
+            self._disk.delete(load.path)
+
     def _evicted(self, record: HostRecord) -> None:
         self._counts["evictions"] += 1
-        self._emit("removed", record, "host")
+        if self._disk is not None and self._writer.demote(record):
+            self._counts["demotions"] += 1
+            self._events.add("tier_changed", record, "disk")
+        else:
+            self._events.add("removed", record, "host")
 
-    def _emit(self, kind: str, record: HostRecord, tier: Tier) -> None:
-        self._events.append(StoreEvent(kind, record.key, record.parent, record.num_tokens, tier))  # type: ignore[arg-type]
+    def _left_disk(self, record: DiskRecord) -> None:
+        self._writer.forgotten(record)
+
+
+def _check_options(host_bytes: int, disk_path: str | None, disk_bytes: int, rank: int, root: bytes) -> None:
+    if host_bytes < 1:
+        raise ValueError(f"host_bytes={host_bytes}: allowed is a positive number of bytes")
+    if disk_path is not None and disk_bytes < 1:
+        raise ValueError(f"disk_bytes={disk_bytes}: allowed with a disk_path is a positive number of bytes")
+    if rank < 0:
+        raise ValueError(f"rank={rank}: allowed is 0 or more")
+    if len(root) != KEY_BYTES:
+        raise ValueError(f"root={root!r}: allowed are {KEY_BYTES} bytes")
