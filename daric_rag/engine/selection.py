@@ -51,7 +51,7 @@ class SelectionSettings:
 
     `strategy`: a name in `STRATEGIES`. `n_avg`: average recomputation budget per chunk, tokens. `ratio`: the
     r of n_2 = r * n_avg. `mtaf`: a name in `MTAFS`. `max_fraction`: the total budget is at most this fraction
-    of the prompt's tokens (but at least one token), paper section 5.2.5; None for no cap. `all` is not capped.
+    of the prompt's tokens (at least one token), paper section 5.2.5; None for no cap. `all` is not capped.
 
     Raises ValueError that names the field, its value and what is allowed.
     """
