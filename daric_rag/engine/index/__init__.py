@@ -11,6 +11,7 @@ from daric_rag.engine.index.keys import (
     segment_chain,
 )
 from daric_rag.engine.index.memory import MemoryIndex
+from daric_rag.engine.index.opening import open_index, shared_disk_id
 
 __all__ = [
     "KEY_BYTES",
@@ -25,6 +26,8 @@ __all__ = [
     "SegmentKey",
     "Tier",
     "model_fingerprint",
+    "open_index",
     "root_key",
     "segment_chain",
+    "shared_disk_id",
 ]

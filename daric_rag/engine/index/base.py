@@ -115,6 +115,10 @@ class KVIndex(ABC):
         """Every known copy, of one root or of all; for tools, never for the path of a request."""
 
     @abstractmethod
+    def clear(self, root: SegmentKey | None = None) -> int:
+        """Forget every copy under one root, or all, and return how many segments that were; for tools."""
+
+    @abstractmethod
     def stats(self) -> IndexStats:
         """Counters so far; cheap."""
 

@@ -122,9 +122,7 @@ class MemoryIndex(KVIndex):
             found: list[SegmentKey] = []
             generation = [key]
             while generation:
-                generation = [
-                    child for parent in generation for child in sorted(self._children.get(parent, ()))
-                ]
+                generation = [child for parent in generation for child in self._children_of(parent)]
                 found += generation
             return found
 
@@ -136,6 +134,13 @@ class MemoryIndex(KVIndex):
             if root is None or node.root == root:
                 for tier in sorted(tiers):
                     yield IndexEntry(key, node.parent, node.num_tokens, tier, node.root)
+
+    def clear(self, root: SegmentKey | None = None) -> int:
+        """Forget every segment under one root, or all; returns their number."""
+        with self._lock:
+            keys = [key for key, node in self._nodes.items() if root is None or node.root == root]
+            self.remove(keys)
+            return len(keys)
 
     def stats(self) -> IndexStats:
         """Counters so far."""
@@ -156,10 +161,7 @@ class MemoryIndex(KVIndex):
 
     def close(self) -> None:
         """Drop the tree."""
-        with self._lock:
-            self._nodes.clear()
-            self._children.clear()
-            self._tier_sizes = dict.fromkeys(Tier, 0)
+        self.clear()
 
     def _depth(self, chain: Sequence[SegmentKey]) -> int:
         nodes = self._nodes
@@ -205,8 +207,10 @@ class MemoryIndex(KVIndex):
         node.tiers = _TIER_SETS[tiers]
 
     def _children_of(self, parent: SegmentKey) -> list[SegmentKey]:
-        children = self._children.get(parent, set())
-        return [children] if isinstance(children, bytes) else sorted(children)
+        children = self._children.get(parent)
+        if children is None:
+            return []
+        return sorted(children) if isinstance(children, set) else [children]
 
     def _link(self, key: SegmentKey, node: IndexNode) -> None:
         self._nodes[key] = node
