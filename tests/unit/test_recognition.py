@@ -199,6 +199,24 @@ def test_memory_is_bounded_and_the_least_recently_used_is_forgotten(steps: list[
         assert bool(recognizer.find(documents[number])) == (number in model)
 
 
+def test_being_recognised_counts_as_use() -> None:
+    rng = random.Random(13)
+    documents = [words(rng, 1000) for _ in range(4)]
+    recognizer = Recognizer(max_bytes=3 * recognizer_of(documents[:1]).num_bytes)
+    recognizer.register(documents[:3])
+    recognizer.find(documents[0])
+    recognizer.register(documents[3:])
+    assert [bool(recognizer.find(document)) for document in documents] == [True, False, True, True]
+
+
+def test_the_tail_of_a_document_in_a_short_prompt() -> None:
+    rng = random.Random(14)
+    header = words(rng, 200)
+    documents = [header + words(rng, 100) for _ in range(250)]  # the last ones have late fingerprints
+    recognizer = recognizer_of(documents)
+    assert all(recognizer.find(document[200:] + words(rng, 100)) == [] for document in documents)
+
+
 def test_a_document_larger_than_the_budget_drives_nobody_out() -> None:
     rng = random.Random(10)
     small, large = words(rng, 100), words(rng, 50_000)
