@@ -6,12 +6,13 @@ import fcntl
 import json
 import os
 import threading
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from daric_rag.engine.storage.base import RecordSpec
 from daric_rag.engine.storage.directory import root_directory
 
 MANIFEST = "manifest.json"
+LOCK = ".lock"
 MAX_MANIFEST_NBYTES = 1 << 20
 
 
@@ -25,25 +26,38 @@ class Manifest:
     namespaces: dict[str, str] = field(default_factory=dict)
     """Namespace digest in hex -> its name."""
 
+    def to_json(self) -> dict[str, object]:
+        """The fields of the file."""
+        shape = {} if self.spec is None else asdict(self.spec)
+        names = {"root": self.root.hex(), "model_id": self.model_id, "namespaces": self.namespaces}
+        return {**names, **shape}
+
 
 def read_manifest(path: str, root: bytes) -> Manifest:
-    """The manifest of a root; what is missing or damaged in it is left at its default."""
-    manifest = Manifest(root)
+    """The manifest of a root; an empty one if it is missing or damaged."""
     try:
         with open(os.path.join(root_directory(path, root), MANIFEST), "rb") as file:
-            data = json.loads(file.read(MAX_MANIFEST_NBYTES))
+            return parse_manifest(root, file.read(MAX_MANIFEST_NBYTES))
+    except OSError:
+        return Manifest(root)
+
+
+def parse_manifest(root: bytes, text: bytes) -> Manifest:
+    """The manifest written as `text`; an empty one if that is damaged."""
+    try:
+        data = json.loads(text)
         spec = RecordSpec(data["num_layers"], data["num_kv_heads"], data["head_dim"], data["dtype"])
         names = {str(digest): str(name) for digest, name in data["namespaces"].items()}
         return Manifest(root, str(data["model_id"]), spec, names)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return manifest
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return Manifest(root)
 
 
 def update_manifest(path: str, manifest: Manifest) -> None:
     """Write the manifest of a root, keeping the namespaces that other engines entered. Raises `OSError`."""
     directory = root_directory(path, manifest.root)
     os.makedirs(directory, exist_ok=True)
-    with open(os.path.join(directory, ".lock"), "ab") as lock:
+    with open(os.path.join(directory, LOCK), "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         known = read_manifest(path, manifest.root)
         merged = replace(manifest, namespaces={**known.namespaces, **manifest.namespaces})
@@ -52,22 +66,9 @@ def update_manifest(path: str, manifest: Manifest) -> None:
 
 
 def _write_manifest(directory: str, manifest: Manifest) -> None:
-    spec = manifest.spec
-    data: dict[str, object] = {
-        "root": manifest.root.hex(),
-        "model_id": manifest.model_id,
-        "namespaces": manifest.namespaces,
-    }
-    if spec is not None:
-        data |= {
-            "num_layers": spec.num_layers,
-            "num_kv_heads": spec.num_kv_heads,
-            "head_dim": spec.head_dim,
-            "dtype": spec.dtype,
-        }
     temporary = os.path.join(directory, f".manifest-{os.getpid()}-{threading.get_native_id()}")
     with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(data, file, indent=1)
+        json.dump(manifest.to_json(), file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, os.path.join(directory, MANIFEST))

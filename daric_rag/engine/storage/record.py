@@ -22,6 +22,7 @@ VERSION = 1
 SUFFIX = ".kv"
 PAGE = 4096
 MAX_LAYERS = 4096
+MAX_PAYLOAD_NBYTES = 1 << 34
 NAMESPACE_BYTES = 16
 
 # magic, version, header_nbytes, root, key, parent, namespace, dtype, num_layers, num_kv_heads, head_dim,
@@ -124,7 +125,11 @@ def parse_header(data: bytes, file_nbytes: int) -> RecordHeader:
     header = RecordHeader(
         root, key, b"" if parent == _NO_PARENT else parent, namespace, spec, num_tokens, checksums
     )
-    if payload != spec.payload_nbytes(num_tokens) or file_nbytes != header.file_nbytes:
+    if (
+        payload > MAX_PAYLOAD_NBYTES
+        or payload != spec.payload_nbytes(num_tokens)
+        or file_nbytes != header.file_nbytes
+    ):
         raise DamagedRecordError(f"payload of {payload} bytes in a file of {file_nbytes}")
     return header
 
@@ -168,14 +173,26 @@ def read_layers(fd: int, header: RecordHeader, first: int, count: int, payload: 
     """
     step = header.spec.layer_nbytes(header.num_tokens)
     start, end = first * step, (first + count) * step
-    while start < end:
-        got = os.preadv(fd, [payload[start:end].data], header.payload_offset + start)
-        if not got:
-            raise DamagedRecordError(f"file ends in layer {start // step}")
-        start += got
+    _read_exactly(fd, header.payload_offset + start, payload[start:end])
     for layer in range(first, first + count):
         if checksum(payload[layer * step : (layer + 1) * step].data) != header.checksums[layer]:
             raise DamagedRecordError(f"checksum of layer {layer} differs")
+
+
+def check_layer(fd: int, header: RecordHeader, layer: int, buffer: Bytes) -> None:
+    """Read one layer into `buffer` of its size, and verify it. Raises `DamagedRecordError`, `OSError`."""
+    _read_exactly(fd, header.payload_offset + layer * buffer.nbytes, buffer)
+    if checksum(buffer.data) != header.checksums[layer]:
+        raise DamagedRecordError(f"checksum of layer {layer} differs")
+
+
+def _read_exactly(fd: int, offset: int, buffer: Bytes) -> None:
+    filled = 0
+    while filled < buffer.nbytes:
+        got = os.preadv(fd, [buffer[filled:].data], offset + filled)
+        if not got:
+            raise DamagedRecordError(f"file ends at byte {offset + filled}")
+        filled += got
 
 
 def write_all(fd: int, header: bytes, payload: Bytes) -> None:

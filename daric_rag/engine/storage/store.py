@@ -30,7 +30,8 @@ class KVStore:
     """Holds segments as canonical records; safe to call from any thread, and no call waits for a write.
 
     `host_bytes` and `disk_bytes` are budgets of this store: one model (`root`), one rank. The disk budget
-    bounds the directory of that model and rank, whoever writes there. `model_id` is for people.
+    bounds the directory of that model and rank, whoever writes there. `model_id` and
+    `namespace` (of records that are reserved without one) are for people: keys must tell both apart already.
     Raises `ValueError` for options or keys out of range, `CacheUnavailableError` for a location that cannot
     be used, `EngineClosedError` after `close`.
     """
@@ -46,10 +47,12 @@ class KVStore:
         rank: int = 0,
         root: bytes,
         pin_memory: bool = False,
+        namespace: str = "",
     ) -> None:
         _check_options(host_bytes, disk_path, disk_bytes, rank, root)
         self.spec = spec
         self.root = root
+        self._namespace = namespace
         self._lock = threading.Lock()
         self._closed = False
         self._events = EventLog()
@@ -73,10 +76,11 @@ class KVStore:
             )
 
     def reserve(
-        self, key: SegmentKey, parent: SegmentKey, num_tokens: int, *, namespace: str = ""
+        self, key: SegmentKey, parent: SegmentKey, num_tokens: int, *, namespace: str | None = None
     ) -> WriteHandle | None:
         """Space for a new record, invisible until `commit`; None if it cannot fit, or is in host memory."""
         check_segment(key, parent, num_tokens)
+        namespace = self._namespace if namespace is None else namespace
         digest = namespace_digest(namespace)
         with self._lock:
             self._enter()
