@@ -39,7 +39,7 @@ _MANIFEST_MEMBER = re.compile(rf"([0-9a-f]{{64}})/{re.escape(MANIFEST)}")
 
 @dataclass(frozen=True)
 class TransferReport:
-    """`transferred` records of `nbytes` bytes; `present` were there before; `refused` says what is damaged."""
+    """`transferred` records of `nbytes` bytes; `present` were there before; `refused` is damaged."""
 
     transferred: int
     nbytes: int

@@ -59,6 +59,7 @@ class KVStore:
         self._counts: Counter[str] = Counter()
         self._pins = 0
         self._reservations = 0
+        self._loads = 0
         # Handles that were dropped: a destructor may run anywhere, even under our lock, so it leaves a note.
         self._dropped_reads: deque[object] = deque()
         self._dropped_writes: deque[object] = deque()
@@ -180,8 +181,11 @@ class KVStore:
             )
 
     def flush(self, timeout: float) -> bool:
-        """Wait until everything is on disk that should be; False after `timeout` s, or if it is read-only."""
-        return self._disk is None or self._writer.flush(timeout)
+        """Wait until all loads have ended and everything is on disk that should be.
+
+        False after `timeout` seconds, or if the disk cannot be written.
+        """
+        return self._disk is None or self._writer.flush(timeout, lambda: not self._loads)
 
     def close(self, timeout: float = 10.0) -> None:
         """Write what is left, `timeout` s at most, and stop; data of reading handles stays readable."""
@@ -191,7 +195,7 @@ class KVStore:
             self._closed = True
         if self._disk is not None:
             self._loader.close()
-            self._writer.flush(timeout)
+            self._writer.flush(timeout, lambda: True)
             self._writer.close(timeout)
         with self._lock:
             self._host.arena.close()
@@ -271,6 +275,7 @@ class KVStore:
         stale = self._disk.touch(on_disk, time.time())
         record.load = Load(record, self._disk.file_of(key), expected, on_disk, touch_file=stale)
         self._disk.pin(on_disk)
+        self._loads += 1
         self._loader.submit(record.load)
         return record
 
@@ -280,6 +285,8 @@ class KVStore:
         record = load.record
         with self._lock:
             record.load = None
+            self._loads -= 1
+            self._writer.wake()
             self._disk.unpin(load.on_disk)
             if outcome is Outcome.COMPLETE:
                 if record.attached:

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from daric_rag.engine.index.keys import SegmentKey
@@ -115,11 +116,15 @@ class WriteBehind:
         if name:
             self._manifest.namespaces.setdefault(digest.hex(), name)
 
-    def flush(self, timeout: float) -> bool:
-        """Wait until nothing is left to write; False after `timeout` seconds, or if the disk refuses."""
+    def wake(self) -> None:
+        """Something that `flush` waits for has changed."""
+        self._changed.notify_all()
+
+    def flush(self, timeout: float, also: Callable[[], bool]) -> bool:
+        """Wait until nothing is left to write, and `also`; False after `timeout` s, or if the disk refuses."""
         with self._changed:
-            self._changed.wait_for(lambda: self._idle() or self.read_only, timeout)
-            return self._idle()
+            self._changed.wait_for(lambda: (self._idle() or self.read_only) and also(), timeout)
+            return self._idle() and also()
 
     def close(self, timeout: float) -> None:
         """End the thread, `timeout` seconds at most."""
