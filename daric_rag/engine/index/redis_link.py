@@ -107,8 +107,8 @@ class RedisLink:
     def reconnect(self) -> bool:
         """Try the server again, whatever it did before; true if look-ups work."""
         try:
-            self._foreground.connection_pool.disconnect()
-            self._background.connection_pool.disconnect()
+            for client in (self._foreground, self._background):
+                client.connection_pool.disconnect()
             self._probe()
         except _FAILURES:
             with self._lock:
@@ -121,8 +121,8 @@ class RedisLink:
     def close(self) -> None:
         """Close all connections."""
         self.up = False
-        self._foreground.close()
-        self._background.close()
+        for client in (self._foreground, self._background):
+            client.connection_pool.disconnect()
 
     def _client(self, url: str, timeout_s: float) -> "redis.Redis":
         options = self._options(url)

@@ -209,7 +209,7 @@ return total
 """
 )
 
-# key ("roots" or "r:<root>"), cursor -> {cursor, members…}; only what can be a key is returned
+# key ("roots" or "r:<root>"), cursor -> {cursor, members…}; what cannot be a key is deleted
 SCAN = (
     _COMMON
     + """
@@ -217,7 +217,7 @@ clean(P .. ARGV[1], 'set')
 local page = redis.call('SSCAN', P .. ARGV[1], ARGV[2], 'COUNT', 500)
 local found = {page[1]}
 for _, member in ipairs(page[2]) do
-  if hex(member) then found[#found + 1] = member end
+  if hex(member) then found[#found + 1] = member else redis.call('SREM', P .. ARGV[1], member) end
 end
 return found
 """
