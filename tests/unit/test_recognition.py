@@ -211,10 +211,11 @@ def test_being_recognised_counts_as_use() -> None:
 
 def test_the_tail_of_a_document_in_a_short_prompt() -> None:
     rng = random.Random(14)
-    header = words(rng, 200)
-    documents = [header + words(rng, 100) for _ in range(250)]  # the last ones have late fingerprints
-    recognizer = recognizer_of(documents)
-    assert all(recognizer.find(document[200:] + words(rng, 100)) == [] for document in documents)
+    body = words(rng, 400)
+    prefixes = [body[:length] for length in range(48, 401)]  # the n-th one's only free window is its last
+    recognizer = recognizer_of(prefixes)
+    assert recognizer._columns[0, recognizer._entries[document_key(body)].slot] == 400 - 48
+    assert recognizer.find(body[-48:] + words(rng, 100)) == []
 
 
 def test_a_document_larger_than_the_budget_drives_nobody_out() -> None:
