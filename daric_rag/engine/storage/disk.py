@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -64,9 +64,11 @@ class DiskTier:
         self.budget = budget
         self.used_bytes = 0
         self.damaged = 0
+        self._counting = threading.Lock()
         self._on_removed = on_removed
         self._policy = EvictionPolicy()
         self._records: dict[SegmentKey, DiskRecord] = {}
+        self._gone: set[SegmentKey] = set()  # since `examine` began: what it has seen of them is out of date
         prepare_directory(path, root, rank)
         remove_orphans(path, root, rank)
 
@@ -82,8 +84,11 @@ class DiskTier:
         return list(self._records.values())
 
     def adopt(self, header: RecordHeader, last_access: float | None = None) -> DiskRecord | None:
-        """Account for a file that is there; None if it was accounted for already."""
-        if header.key in self._records:
+        """Account for a file that is there, with its `last_access` if `examine` found it.
+
+        None if it was accounted for already, or is known to have gone since it was examined.
+        """
+        if header.key in self._records or (last_access is not None and header.key in self._gone):
             return None
         record = DiskRecord(
             header.key,
@@ -104,6 +109,7 @@ class DiskTier:
         if self._records.get(record.key) is not record:
             return
         del self._records[record.key]
+        self._gone.add(record.key)
         self._policy.remove(record.key)
         self.used_bytes -= record.nbytes
         self._on_removed(record)
@@ -155,15 +161,14 @@ class DiskTier:
 
     def find(self, key: SegmentKey) -> RecordHeader | None:
         """The header of a file whatever the bookkeeping says: another engine may have written it."""
-        file = self.file_of(key)
         try:
-            header = check_header(file, self.root, key)
+            header = check_header(self.file_of(key), self.root, key)
             if header.spec != self.spec:
                 raise DamagedRecordError(f"{header.spec}, not {self.spec}")
         except OSError:
             return None
         except DamagedRecordError:
-            self._delete_damaged(file)
+            self.delete_damaged(key)
             return None
         return header
 
@@ -177,14 +182,20 @@ class DiskTier:
         write_record(self.path, self.rank, complete, payload)
         return complete
 
-    def delete(self, file: str) -> None:
-        """Delete a file that may be gone already."""
-        with contextlib.suppress(OSError):
+    def delete(self, file: str) -> bool:
+        """Delete a file that may be gone already; whether it was this call that did it."""
+        try:
             os.unlink(file)
+        except OSError:
+            return False
+        return True
 
-    def _delete_damaged(self, file: str) -> None:
-        self.delete(file)
-        self.damaged += 1
+    def delete_damaged(self, key: SegmentKey) -> None:
+        """Delete a damaged file; several threads may find it, one of them counts it."""
+        self._gone.add(key)
+        if self.delete(self.file_of(key)):
+            with self._counting:
+                self.damaged += 1
 
     def scan(self) -> Iterator[tuple[SegmentKey, SegmentKey, int]]:
         """`(key, parent, num_tokens)` of every record in the directory, by reading headers only."""
@@ -195,6 +206,7 @@ class DiskTier:
 
         The header is None for a record known already. A damaged file is deleted and left out.
         """
+        self._gone.clear()
         for found in sorted(list_records(self.path, self.root, self.rank), key=lambda file: file.last_access):
             if found.key in self._records:
                 yield found.key, found.last_access, None
@@ -204,7 +216,7 @@ class DiskTier:
             except OSError:
                 continue
             except DamagedRecordError:
-                self._delete_damaged(found.path)
+                self.delete_damaged(found.key)
                 continue
             if header.spec == self.spec:
                 yield found.key, found.last_access, header

@@ -175,7 +175,7 @@ class KVStore:
                 promotions=counts["promotions"],
                 disk_writes=counts["disk_writes"],
                 pending_writes=writer.pending if writer else 0,
-                damaged=counts["damaged"] + (disk.damaged if disk else 0),
+                damaged=disk.damaged if disk else 0,
                 write_errors=counts["write_errors"],
                 read_only=writer.read_only if writer else False,
             )
@@ -283,6 +283,8 @@ class KVStore:
         """A load ended, in a thread of the loader."""
         assert self._disk is not None
         record = load.record
+        if outcome is Outcome.DAMAGED:
+            self._disk.delete_damaged(record.key)
         with self._lock:
             record.load = None
             self._loads -= 1
@@ -297,10 +299,6 @@ class KVStore:
             self._host.unpin(record)
             # Also when the file is merely unreadable: forgotten, it can be written anew.
             self._disk.forget(load.on_disk)
-            if outcome is Outcome.DAMAGED:
-                self._counts["damaged"] += 1
-        if outcome is Outcome.DAMAGED:
-            self._disk.delete(load.path)
 
     def _evicted(self, record: HostRecord) -> None:
         self._counts["evictions"] += 1

@@ -121,7 +121,7 @@ class WriteBehind:
         self._changed.notify_all()
 
     def flush(self, timeout: float, also: Callable[[], bool]) -> bool:
-        """Wait until nothing is left to write, and `also`; False after `timeout` s, or if the disk refuses."""
+        """Wait until nothing is left to write, and `also`; False after `timeout` s or if the disk refuses."""
         with self._changed:
             self._changed.wait_for(lambda: (self._idle() or self.read_only) and also(), timeout)
             return self._idle() and also()
