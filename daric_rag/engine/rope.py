@@ -122,7 +122,8 @@ def _attention_layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Mo
         if not isinstance(module, AttentionLayerBase) or id(module) in seen:
             continue
         seen.add(id(module))
-        _refuse_other_attention(name, module)
+        layer: Any = module
+        _refuse_other_attention(name, layer)
         parent = modules[name.rpartition(".")[0]]
         rotaries = [child for child in parent.children() if _is_rotary(child)]
         if len(rotaries) != 1:
@@ -131,7 +132,7 @@ def _attention_layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Mo
                 f"{len(rotaries)} (learned positions, ALiBi, layers without RoPE and models run through the "
                 "Transformers backend cannot be re-encoded)."
             )
-        yield name, rotaries[0], int(module.head_size)
+        yield name, rotaries[0], int(layer.head_size)
 
 
 def _is_rotary(module: torch.nn.Module) -> bool:
