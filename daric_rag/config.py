@@ -31,19 +31,24 @@ class DaricConfig(BaseModel):
     reuse: bool = Field(True, description="Reuse KV by default; False serves plain vLLM.")
     selection: str = Field("daric", description="Strategy that chooses the recomputed tokens (paper §3.4).")
     n_avg: int = Field(32, ge=1, description="Average recomputation budget per chunk, in tokens (Eq. 4).")
-    ratio: float = Field(0.1, gt=0, lt=1, description="Initial ratio r: the second chunk gets r * n_avg (Eq. 4).")
+    ratio: float = Field(
+        0.1, gt=0, lt=1, description="Initial ratio r: the second chunk gets r * n_avg (Eq. 4)."
+    )
     mtaf: str = Field("linear", description="Monotonic token allocation function: linear, log or exp.")
     max_fraction: float | None = Field(
         None, gt=0, le=1, description="Cap of the recomputation budget, as a fraction of the prompt (§5.2.5)."
     )
     cache_query: bool = Field(
-        False, description="Cache the last chunk too, as the paper does, instead of computing it in full context."
+        False,
+        description="Cache the last chunk too, as the paper does, instead of computing it in full context.",
     )
 
     delimiter: str = Field(DEFAULT_DELIMITER, description="Separates chunks in the text form of a prompt.")
     padding: str = Field("\n", min_length=1, description="Text of the padding token; must be a single token.")
     recognition: bool = Field(True, description="Find registered documents verbatim in plain text prompts.")
-    recognition_bytes: int = Field(256 << 20, ge=0, description="Memory for registered document texts, in bytes.")
+    recognition_bytes: int = Field(
+        256 << 20, ge=0, description="Memory for registered document texts, in bytes."
+    )
 
     kv_pool_bytes: int = Field(GIB, ge=1 << 20, description="vLLM's own KV pool on the CPU, in bytes.")
     block_size: int = Field(32, ge=1, description="Tokens per KV block; on the CPU a multiple of 32.")
@@ -51,7 +56,9 @@ class DaricConfig(BaseModel):
     disk_path: str | None = Field(None, description="Directory of the disk tier; None: no disk tier.")
     disk_bytes: int = Field(16 * GIB, ge=0, description="Budget of the disk tier, in bytes.")
     index: str = Field("memory", description="KV cache index: memory, or a redis:// or rediss:// URL.")
-    namespace: str = Field("", description="Tenant: part of every key, so nothing is shared across namespaces.")
+    namespace: str = Field(
+        "", description="Tenant: part of every key, so nothing is shared across namespaces."
+    )
     storage_dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         "auto", description="Type in which document KV is kept; auto: the engine's own."
     )
@@ -78,7 +85,9 @@ class DaricConfig(BaseModel):
     def _known_index(cls, value: str) -> str:
         if value != "memory" and not value.startswith(("redis://", "rediss://")):
             # The value may hold a password: name only its scheme.
-            raise ValueError(f"index={value.split('://')[0]!r}: allowed are 'memory', 'redis://…' and 'rediss://…'")
+            raise ValueError(
+                f"index={value.split('://')[0]!r}: allowed are 'memory', 'redis://…' and 'rediss://…'"
+            )
         return value
 
     @field_validator("delimiter")
@@ -101,7 +110,9 @@ def reject_unknown(options: Any, allowed: Any, where: str) -> None:
         if name not in allowed:
             near = difflib.get_close_matches(str(name), list(allowed), n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ValueError(f"unknown option {name!r} for {where}: {hint}allowed are {', '.join(sorted(allowed))}")
+            raise ValueError(
+                f"unknown option {name!r} for {where}: {hint}allowed are {', '.join(sorted(allowed))}"
+            )
 
 
 def one_of(field: str, value: str, allowed: tuple[str, ...]) -> str:
@@ -118,7 +129,9 @@ def check_delimiter(delimiter: str) -> None:
     if not delimiter.isprintable() or any(character.isspace() for character in delimiter):
         raise ValueError(f"delimiter={delimiter!r}: must be printable and hold no white space")
     if "\\" in delimiter or "!" in delimiter:
-        raise ValueError(f"delimiter={delimiter!r}: must not hold '\\' or '!', which mark escapes and live pieces")
+        raise ValueError(
+            f"delimiter={delimiter!r}: must not hold '\\' or '!', which mark escapes and live pieces"
+        )
     if delimiter[0] in delimiter[1:]:
         # With a first character that occurs once, delimiters never overlap each other or a document's end.
         raise ValueError(f"delimiter={delimiter!r}: its first character must not occur in it again")

@@ -1,0 +1,234 @@
+"""`DaricConnector`: vLLM's KV connector interface, delegating to the scheduler's and the worker's half."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+
+from daric_rag.config import DaricConfig
+from daric_rag.engine.fingerprint import root_fields
+from daric_rag.engine.opening import open_index
+from daric_rag.engine.index.keys import root_key
+from daric_rag.engine.launch import CONFIG_KEY
+from daric_rag.engine.plan import EXTRA_ARGS_KEY, ChunkLayout, StepPlan
+from daric_rag.engine.report import ReportBook, RequestReport
+from daric_rag.engine.scheduler_side import SchedulerSide
+from daric_rag.engine.storage.base import StoreEvent
+from daric_rag.engine.worker_side import WorkerSide
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class DaricMetadata(KVConnectorMetadata):
+    """Scheduler to worker, every step: the reuse plans of requests that are in their prefill, in order."""
+
+    plans: tuple[StepPlan, ...] = ()
+    preempted: frozenset[str] = frozenset()
+
+
+@dataclass
+class DaricWorkerMetadata(KVConnectorWorkerMetadata):
+    """Worker to scheduler, every step: what the store did, and what happened to the requests' tokens."""
+
+    events: list[StoreEvent]
+    reports: dict[str, RequestReport]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """All ranks store and evict the same segments; the first rank speaks for them."""
+        return self
+
+
+class DaricConnector(KVConnectorBase_V1):
+    """The public extension point through which vLLM calls us; all decisions are made elsewhere."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self._config = DaricConfig(**extra[CONFIG_KEY])
+        self._block_size = vllm_config.cache_config.block_size
+        self._fields = root_fields(vllm_config, self._config)
+        self._roots: dict[tuple[str, str], bytes] = {}
+        self._reports = ReportBook()
+        self._pool: BlockPool | None = None
+        self.scheduler_side: SchedulerSide | None = None
+        self.worker_side: WorkerSide | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            index = open_index(self._config, self._root("", ""))
+            self.scheduler_side = SchedulerSide(index, self._block_size)
+        else:
+            self.worker_side = WorkerSide(vllm_config, self._config, self._root("", ""))
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """We are a cache, not a prefill/decode hand-off."""
+        return False
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """The layer-wise hooks do not run inside full CUDA graphs."""
+        return True
+
+    def _root(self, namespace: str, adapter: str) -> bytes:
+        if (namespace, adapter) not in self._roots:
+            fields = {**self._fields, "namespace": namespace, "adapter": adapter}
+            self._roots[namespace, adapter] = root_key(fields)
+        return self._roots[namespace, adapter]
+
+    # ---- scheduler side ----
+
+    @property
+    def _scheduler(self) -> SchedulerSide:
+        assert self.scheduler_side is not None
+        return self.scheduler_side
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Needed to take half-filled blocks out of the engine's prefix cache."""
+        self._pool = gpu_block_pool
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """max(0, L_cont - L_gpu): contiguous hits beyond the engine's own prefix hit, loaded in the same step."""
+        layout = self._layout(request)
+        if layout is None:
+            return 0, False
+        adapter = request.lora_request.lora_path if request.lora_request else ""
+        root = self._root(layout.namespace, adapter)
+        external = self._scheduler.num_external_tokens(
+            request.request_id, layout, request.all_token_ids, num_computed_tokens, root
+        )
+        return external, False
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """Nothing to do: plans are made once the step is known, in `build_connector_meta`."""
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """Plan this step for every request that is in its prefill with reuse."""
+        preempted = frozenset(scheduler_output.preempted_req_ids or ())
+        for request_id in preempted:
+            self._forget_blocks(self._scheduler.preempted(request_id))
+            self._reports.reset(request_id)
+        self._reports.next_step()
+        state = scheduler_output.kv_connector_block_state
+        plans = []
+        for request_id, num_computed, starts in _scheduled(scheduler_output):
+            if not self._scheduler.is_prefilling(request_id):
+                continue
+            groups = state.get_block_ids(request_id) if state is not None else None
+            assert groups is not None
+            covered = num_computed + scheduler_output.num_scheduled_tokens[request_id]
+            plans.append(self._scheduler.step(request_id, groups[0], covered, starts))
+        return DaricMetadata(tuple(plans), preempted)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Bring the index up to date."""
+        meta = connector_output.kv_connector_worker_meta
+        if isinstance(meta, DaricWorkerMetadata):
+            self._scheduler.apply(meta.events, self._root("", ""))
+            for request_id, report in meta.reports.items():
+                if self._scheduler.is_tracked(request_id) or self._reports.is_closing(request_id):
+                    self._reports.add(request_id, report)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Return the request's metrics with its last output; its blocks are free at once."""
+        hits, unfinished = self._scheduler.finished(request.request_id)
+        self._forget_blocks(unfinished)
+        if hits is None:
+            return False, None
+        values = self._reports.close(request.request_id)
+        values.update(asdict(hits))
+        return False, {EXTRA_ARGS_KEY: values}
+
+    def _forget_blocks(self, block_ids: Sequence[int]) -> None:
+        """Take blocks that were allocated but never filled in out of vLLM's prefix cache.
+
+        vLLM enters blocks when it schedules them. A reuse request that is aborted or preempted between two
+        steps of a chunked prefill may leave a chunk half done.
+        """
+        if block_ids and self._pool is not None:
+            self._pool.evict_blocks(set(block_ids))
+
+    def _layout(self, request: Request) -> ChunkLayout | None:
+        params = request.sampling_params
+        if params is None or not params.extra_args or EXTRA_ARGS_KEY not in params.extra_args:
+            return None
+        values = params.extra_args[EXTRA_ARGS_KEY]
+        try:
+            return ChunkLayout.from_extra_args(values, request.num_prompt_tokens, self._block_size)
+        except ValueError as error:
+            logger.warning("request %s is served without reuse: %s", request.request_id, error)
+            return None
+
+    # ---- worker side ----
+
+    @property
+    def _worker(self) -> WorkerSide:
+        assert self.worker_side is not None
+        return self.worker_side
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Learn the block layout and open the store."""
+        self._worker.register_kv_caches(kv_caches)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Loads were prepared before the pass, by the worker."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Write the loaded chunks of one layer into their blocks, just before its attention reads them."""
+        self._worker.before_layer(layer_name)
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+    ) -> None:
+        """Save one layer of the chunks that were generated in this pass, then re-encode their keys."""
+        self._worker.after_layer(layer_name)
+
+    def wait_for_save(self) -> None:
+        """Saves are complete when `save_kv_layer` returns."""
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """Tell the scheduler's side what was stored, moved and evicted."""
+        events, reports = self._worker.take_events(), self._worker.take_reports()
+        return DaricWorkerMetadata(events, reports) if events or reports else None
+
+    def shutdown(self) -> None:
+        """Close the store or the index."""
+        if self.worker_side is not None:
+            self.worker_side.close()
+        if self.scheduler_side is not None:
+            self.scheduler_side.index.close()
+
+
+def _scheduled(output: SchedulerOutput) -> Iterable[tuple[str, int, bool]]:
+    """(request id, computed tokens before this step, whether it starts or restarts) of all scheduled requests."""
+    for new in output.scheduled_new_reqs:
+        yield new.req_id, new.num_computed_tokens, True
+    cached = output.scheduled_cached_reqs
+    for request_id, num_computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+        yield request_id, num_computed, request_id in cached.resumed_req_ids

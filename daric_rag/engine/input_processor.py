@@ -1,0 +1,299 @@
+"""From a prompt to padded token ids and the chunk layout (DESIGN: one request, end to end, step 1).
+
+Every chunk is tokenised on its own, without special tokens, and padded at its end to a block boundary, so its
+token ids, hence its key, never depend on what stands beside it. Text of documents, queries and messages is data:
+what looks like a control token in it is tokenised as ordinary characters. Only the chat template's own text is
+control.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from daric_rag.config import DaricConfig
+from daric_rag.engine.token_ranges import TokenRange
+from daric_rag.prompt import ChatMessage, ChatPrompt, ChunkedPrompt, Content, Document, Live, has_delimiter
+
+Prompt = str | Sequence[int] | ChunkedPrompt | ChatPrompt
+Split = Callable[[str], list[tuple[str, bool]]]
+"""Splits a text into (piece, is a known document); used for recognition."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A part of a prompt in order; `kind` is text, document or live; `control` text comes from a template."""
+
+    content: Content
+    kind: str = "text"
+    control: bool = False
+
+
+@dataclass(frozen=True)
+class ProcessedPrompt:
+    """What is sent to vLLM.
+
+    `bounds` and `live` are the chunk layout, empty for a prompt without documents. `documents`: ranges of the
+    document chunks. `padding_tokens`: newline tokens added; they count as prompt tokens.
+    """
+
+    token_ids: list[int]
+    bounds: tuple[TokenRange, ...] = ()
+    live: tuple[bool, ...] = ()
+    documents: tuple[TokenRange, ...] = ()
+    padding_tokens: int = 0
+    dropped_documents: int = 0
+    recognised_documents: int = 0
+
+
+@dataclass
+class _Chunk:
+    token_ids: list[int] = field(default_factory=list)
+    live: bool = False
+    is_document: bool = False
+
+
+class InputProcessor:
+    """Turns prompts into token ids for one model; safe to call from several threads.
+
+    `block_size`: tokens per KV block. `max_model_len`: the model's window in tokens.
+    """
+
+    def __init__(
+        self, tokenizer: Any, block_size: int, max_model_len: int, vocab_size: int, padding: str
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._block_size = block_size
+        self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
+        self._placeholder = f"piece{secrets.token_hex(8)}n"
+        self.has_chat_template = bool(getattr(tokenizer, "chat_template", None))
+        self._bos = self._leading_special_tokens()
+        padding_ids = self.tokenize(padding)
+        if len(padding_ids) != 1:
+            raise ValueError(
+                f"padding={padding!r}: must be a single token of the model, it is {len(padding_ids)}"
+            )
+        self._padding_id = padding_ids[0]
+
+    def process(self, prompt: Prompt, config: DaricConfig, split: Split | None = None) -> ProcessedPrompt:
+        """Tokenise, pad and lay out a prompt.
+
+        Raises `ValueError` for an empty prompt, one that is longer than the model's window (naming both
+        numbers and the largest chunk), and token ids outside the vocabulary.
+        """
+        pieces, recognised = self._pieces(prompt, config, split)
+        chunks, dropped = self._chunks(pieces, config)
+        processed = self._lay_out(chunks, dropped, recognised)
+        self._check_length(processed)
+        return processed
+
+    def warm_chunk(self, document: Content) -> ProcessedPrompt:
+        """The chunk that a document becomes in any prompt, on its own; no token ids for an empty document."""
+        token_ids = self._padded(self._content_ids(document))
+        bounds = ((0, len(token_ids)),)
+        processed = ProcessedPrompt(token_ids, bounds, (False,), bounds)
+        self._check_length(processed)
+        return processed
+
+    def tokenize(self, text: str, *, control: bool = False) -> list[int]:
+        """Token ids of a text, no special tokens added; control tokens in it only count with `control`."""
+        encoded = self._tokenizer(
+            repair_surrogates(text), add_special_tokens=False, split_special_tokens=not control
+        )
+        return list(encoded["input_ids"])
+
+    # ---- pieces ----
+
+    def _pieces(self, prompt: Prompt, config: DaricConfig, split: Split | None) -> tuple[list[_Piece], int]:
+        if isinstance(prompt, str) and has_delimiter(prompt, config.delimiter):
+            prompt = ChunkedPrompt.from_text(prompt, config.delimiter)
+        if isinstance(prompt, str):
+            # A plain text prompt is a completion: as in vLLM, it may hold control tokens; documents may not.
+            return _recognise([_Piece(prompt, control=True)], split)
+        if isinstance(prompt, ChatPrompt):
+            return _recognise(self._chat_pieces(prompt), split)
+        if isinstance(prompt, ChunkedPrompt):
+            return self._chunked_pieces(prompt), 0
+        return [_Piece(prompt)], 0
+
+    def _chunked_pieces(self, prompt: ChunkedPrompt) -> list[_Piece]:
+        documents = [
+            _Piece(item.content, "live") if isinstance(item, Live) else _Piece(item, "document")
+            for item in prompt.documents
+        ]
+        if not self.has_chat_template:
+            return [_Piece(prompt.system), *documents, _Piece(prompt.query)]
+        marks = [f"{self._placeholder}{number}e" for number in range(2)]
+        messages = [{"role": "user", "content": marks[1]}]
+        if len(prompt.system):
+            messages.insert(0, {"role": "system", "content": marks[0]})
+        rendered = self._render(messages, None)
+        texts = {marks[0]: [_Piece(prompt.system)], marks[1]: [*documents, _Piece(prompt.query)]}
+        return self._substitute(rendered, texts)
+
+    def _chat_pieces(self, prompt: ChatPrompt) -> list[_Piece]:
+        if not self.has_chat_template:
+            raise ValueError("this model has no chat template; use a ChunkedPrompt or a text prompt")
+        texts: dict[str, list[_Piece]] = {}
+        messages: list[dict[str, Any]] = []
+        for number, message in enumerate(prompt.messages):
+            mark = f"{self._placeholder}{number}e"
+            texts[mark] = _message_pieces(message)
+            content = mark if texts[mark] else ""
+            messages.append({**message.extra, "role": message.role, "content": content})
+        return self._substitute(self._render(messages, prompt.tools), texts)
+
+    def _render(self, messages: list[dict[str, Any]], tools: Any) -> str:
+        def render(them: list[dict[str, Any]]) -> str:
+            text = self._tokenizer.apply_chat_template(
+                them, tools=tools, tokenize=False, add_generation_prompt=True
+            )
+            return str(text)
+
+        if messages[0]["role"] != "system" or len(messages) < 2 or messages[1]["role"] != "user":
+            return render(messages)
+        try:
+            rendered = render(messages)
+            if messages[0]["content"] in rendered:
+                return rendered
+        except Exception:  # templates refuse a system message by raising what they like
+            pass
+        system, user, *rest = messages
+        merged = {**user, "content": f"{system['content']}\n\n{user['content']}"}
+        return render([merged, *rest])
+
+    def _substitute(self, rendered: str, texts: dict[str, list[_Piece]]) -> list[_Piece]:
+        """Replace the placeholders in a rendered template by the pieces they stand for."""
+        pieces: list[_Piece] = []
+        rest = rendered
+        while (begin := rest.find(self._placeholder)) >= 0:
+            end = rest.index("e", begin + len(self._placeholder)) + 1
+            pieces.append(_Piece(rest[:begin], control=True))
+            pieces += texts[rest[begin:end]]
+            rest = rest[end:]
+        pieces.append(_Piece(rest, control=True))
+        return pieces
+
+    # ---- chunks ----
+
+    def _chunks(self, pieces: Sequence[_Piece], config: DaricConfig) -> tuple[list[_Chunk], int]:
+        """Group the pieces: text before the first document, documents, live pieces, text after the last one."""
+        last_document = max((n for n, piece in enumerate(pieces) if piece.kind == "document"), default=-1)
+        chunks = [_Chunk(list(self._bos) if self._needs_bos(pieces) else [])]
+        dropped = 0
+        for number, piece in enumerate(pieces):
+            token_ids = self._content_ids(piece.content, control=piece.control)
+            if piece.kind == "document":
+                dropped += not token_ids
+                chunks.append(_Chunk(token_ids, is_document=True))
+            elif number > last_document >= 0:
+                if chunks[-1].is_document or number == last_document + 1:
+                    chunks.append(_Chunk(live=not config.cache_query))
+                chunks[-1].token_ids += token_ids
+            elif piece.kind == "live":
+                chunks.append(_Chunk(token_ids, live=True))
+            elif len(chunks) == 1:
+                chunks[0].token_ids += token_ids
+            elif not (isinstance(piece.content, str) and piece.content.isspace()):
+                # White space between two documents needs no tokens: padding is white space already.
+                chunks.append(_Chunk(token_ids, live=True))
+        return [chunk for chunk in chunks if chunk.token_ids], dropped
+
+    def _lay_out(self, chunks: Sequence[_Chunk], dropped: int, recognised: int) -> ProcessedPrompt:
+        if not chunks:
+            raise ValueError("the prompt is empty: it has no system prompt, no document and no query")
+        token_ids: list[int] = []
+        bounds: list[TokenRange] = []
+        padding = 0
+        has_documents = any(chunk.is_document for chunk in chunks)
+        for number, chunk in enumerate(chunks):
+            is_last = number == len(chunks) - 1
+            padded = chunk.token_ids if is_last or not has_documents else self._padded(chunk.token_ids)
+            padding += len(padded) - len(chunk.token_ids)
+            bounds.append((len(token_ids), len(token_ids) + len(padded)))
+            token_ids += padded
+        if not has_documents:
+            return ProcessedPrompt(token_ids, dropped_documents=dropped)
+        documents = tuple(bound for bound, chunk in zip(bounds, chunks, strict=True) if chunk.is_document)
+        live = tuple(chunk.live for chunk in chunks)
+        return ProcessedPrompt(token_ids, tuple(bounds), live, documents, padding, dropped, recognised)
+
+    def _padded(self, token_ids: list[int]) -> list[int]:
+        """p = (b - (t mod b)) mod b padding tokens at the chunk's end (paper §3.2)."""
+        return token_ids + [self._padding_id] * (-len(token_ids) % self._block_size)
+
+    def _content_ids(self, content: Content, *, control: bool = False) -> list[int]:
+        if isinstance(content, str):
+            return self.tokenize(content, control=control)
+        for token in content:
+            if not 0 <= token < self._vocab_size:
+                raise ValueError(f"token id {token} is outside the vocabulary of {self._vocab_size} tokens")
+        return list(content)
+
+    def _check_length(self, processed: ProcessedPrompt) -> None:
+        # The engine must be able to generate at least one token.
+        longest = self._max_model_len - 1
+        if len(processed.token_ids) <= longest:
+            return
+        bounds = processed.bounds or ((0, len(processed.token_ids)),)
+        number, (start, end) = max(enumerate(bounds), key=lambda item: item[1][1] - item[1][0])
+        raise ValueError(
+            f"the prompt has {len(processed.token_ids)} tokens, the model takes at most {longest} "
+            f"(max_model_len={self._max_model_len}); its largest chunk is number {number + 1} of {len(bounds)} "
+            f"with {end - start} tokens"
+        )
+
+    def _leading_special_tokens(self) -> tuple[int, ...]:
+        """What the tokenizer puts before a text (BOS), which only a prompt's beginning may have."""
+        ids = list(self._tokenizer("x")["input_ids"])
+        plain = list(self._tokenizer("x", add_special_tokens=False)["input_ids"])
+        position = next((n for n in range(len(ids)) if ids[n : n + len(plain)] == plain), 0)
+        return tuple(ids[:position])
+
+    def _needs_bos(self, pieces: Sequence[_Piece]) -> bool:
+        first = pieces[0] if pieces else None
+        if first is None or not self._bos or not isinstance(first.content, str):
+            # Token ids are taken as they are.
+            return first is not None and bool(self._bos) and isinstance(first.content, str)
+        head = self.tokenize(first.content, control=first.control)[: len(self._bos)]
+        return tuple(head) != self._bos
+
+
+def repair_surrogates(text: str) -> str:
+    """The text with lone surrogates, which no tokenizer can encode, replaced by U+FFFD."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def _message_pieces(message: ChatMessage) -> list[_Piece]:
+    if isinstance(message.content, str):
+        return [_Piece(message.content)] if message.content else []
+    pieces = []
+    for part in message.content:
+        if isinstance(part, str):
+            pieces.append(_Piece(part))
+        else:
+            pieces.append(_Piece(part.content, "document" if isinstance(part, Document) else "live"))
+    return pieces
+
+
+def _recognise(pieces: Sequence[_Piece], split: Split | None) -> tuple[list[_Piece], int]:
+    """Turn known documents inside text pieces into document pieces."""
+    if split is None:
+        return list(pieces), 0
+    result: list[_Piece] = []
+    count = 0
+    for piece in pieces:
+        if piece.kind != "text" or not isinstance(piece.content, str):
+            result.append(piece)
+            continue
+        for text, is_document in split(piece.content):
+            count += is_document
+            result.append(_Piece(text, "document") if is_document else _Piece(text, control=piece.control))
+    return result, count

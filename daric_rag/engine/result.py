@@ -1,0 +1,154 @@
+"""What a call returns: text, and what happened to every token of its prompt."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from daric_rag.engine.input_processor import ProcessedPrompt
+from daric_rag.engine.plan import EXTRA_ARGS_KEY
+from daric_rag.engine.token_ranges import TokenRange
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """What happened to the tokens of one prompt.
+
+    `prompt_tokens` counts what the model sees, padding included, and equals `engine_hit_tokens` +
+    `loaded_tokens` + `generated_tokens` + `live_tokens`. `recomputed_tokens` counts all tokens of the
+    partial-recomputation phase, live ones included; `recomputed_ranges` says which. Seconds are wall clock;
+    those of a step shared with other requests are the whole step's.
+    """
+
+    prompt_tokens: int
+    padding_tokens: int
+    engine_hit_tokens: int
+    loaded_tokens: int
+    generated_tokens: int
+    recomputed_tokens: int
+    live_tokens: int
+    ttft_s: float
+    recomputed_ranges: tuple[TokenRange, ...] = ()
+    completion_tokens: int = 0
+    num_chunks: int = 1
+    dropped_documents: int = 0
+    recognised_documents: int = 0
+    failed_segments: int = 0
+    lookup_s: float = 0.0
+    load_s: float = 0.0
+    generate_s: float = 0.0
+    recompute_s: float = 0.0
+    reused: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """The metrics as plain JSON values."""
+        values = asdict(self)
+        values["recomputed_ranges"] = [list(item) for item in self.recomputed_ranges]
+        return values
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One of the `n` texts of a result."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+    logprobs: Any = None
+    cumulative_logprob: float | None = None
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """The result of one prompt; `completions` has more than one entry for n > 1.
+
+    `logprobs`: if asked for, per token a dict from token id to `vllm.logprobs.Logprob`.
+    """
+
+    request_id: str
+    completions: tuple[Completion, ...]
+    metrics: RequestMetrics
+    prompt_token_ids: list[int] = field(repr=False, default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """The first completion's text."""
+        return self.completions[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The first completion's token ids."""
+        return self.completions[0].token_ids
+
+    @property
+    def logprobs(self) -> Any:
+        """The first completion's log-probabilities, or None."""
+        return self.completions[0].logprobs
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the first completion ended: stop, length or abort."""
+        return self.completions[0].finish_reason
+
+
+@dataclass(frozen=True)
+class StreamChunk:
+    """New text of a stream; the last chunk of the whole request has `metrics`."""
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: Any = None
+    metrics: RequestMetrics | None = None
+
+
+@dataclass(frozen=True)
+class WarmResult:
+    """What `warm` did, in documents, tokens and seconds; empty documents count only in `empty`."""
+
+    documents: int
+    tokens: int
+    generated_tokens: int
+    cached_documents: int
+    empty: int
+    seconds: float
+
+
+def build_metrics(
+    processed: ProcessedPrompt, params: dict[str, Any] | None, num_cached: int, ttft_s: float, completion: int
+) -> RequestMetrics:
+    """Combine what client, scheduler and worker know of a request.
+
+    Without reuse all tokens but vLLM's own prefix hit are live: computed in full context.
+    """
+    report: dict[str, Any] = dict((params or {}).get(EXTRA_ARGS_KEY) or {})
+    report.pop("contiguous_hit_tokens", None)
+    prompt_tokens = len(processed.token_ids)
+    reused = bool(report)
+    if not reused:
+        live = prompt_tokens - num_cached
+        report = {
+            "loaded_tokens": 0,
+            "generated_tokens": 0,
+            "engine_hit_tokens": num_cached,
+            "live_tokens": live,
+            "recomputed_tokens": live,
+            "recomputed_ranges": [(num_cached, prompt_tokens)],
+        }
+    report["recomputed_ranges"] = tuple(tuple(item) for item in report["recomputed_ranges"])
+    return RequestMetrics(
+        prompt_tokens=prompt_tokens,
+        padding_tokens=processed.padding_tokens,
+        ttft_s=ttft_s,
+        completion_tokens=completion,
+        num_chunks=max(1, len(processed.bounds)),
+        dropped_documents=processed.dropped_documents,
+        recognised_documents=processed.recognised_documents,
+        reused=reused,
+        **report,
+    )
