@@ -4,14 +4,22 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+from daric_rag.known_documents import register_documents
+
 logger = logging.getLogger(__name__)
 
 OnDocuments: TypeAlias = Callable[[Sequence[str]], None]
 
 
 def notify(hook: OnDocuments | None, texts: Sequence[str]) -> None:
-    """Call the hook; its error is logged, because the documents are stored or found all the same."""
-    if hook is None or not texts:
+    """Let this process's engines recognise the texts, and call the hook.
+
+    An error of the hook is logged, because the documents are stored or found all the same.
+    """
+    if not texts:
+        return
+    register_documents(texts)
+    if hook is None:
         return
     try:
         hook(texts)
