@@ -28,39 +28,60 @@ class DaricConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
-    reuse: bool = Field(True, description="Reuse KV by default; False serves plain vLLM.")
-    selection: str = Field("daric", description="Strategy that chooses the recomputed tokens (paper §3.4).")
-    n_avg: int = Field(32, ge=1, description="Average recomputation budget per chunk, in tokens (Eq. 4).")
-    ratio: float = Field(
-        0.1, gt=0, lt=1, description="Initial ratio r: the second chunk gets r * n_avg (Eq. 4)."
+    reuse: bool = Field(default=True, description="Reuse KV by default; False serves plain vLLM.")
+    selection: str = Field(
+        default="daric", description="Strategy that chooses the recomputed tokens (paper §3.4)."
     )
-    mtaf: str = Field("linear", description="Monotonic token allocation function: linear, log or exp.")
+    n_avg: int = Field(
+        default=32, ge=1, description="Average recomputation budget per chunk, in tokens (Eq. 4)."
+    )
+    ratio: float = Field(
+        default=0.1, gt=0, lt=1, description="Initial ratio r: the second chunk gets r * n_avg (Eq. 4)."
+    )
+    mtaf: str = Field(
+        default="linear", description="Monotonic token allocation function: linear, log or exp."
+    )
     max_fraction: float | None = Field(
-        None, gt=0, le=1, description="Cap of the recomputation budget, as a fraction of the prompt (§5.2.5)."
+        default=None,
+        gt=0,
+        le=1,
+        description="Cap of the recomputation budget, as a fraction of the prompt (§5.2.5).",
     )
     cache_query: bool = Field(
-        False,
+        default=False,
         description="Cache the last chunk too, as the paper does, instead of computing it in full context.",
     )
 
-    delimiter: str = Field(DEFAULT_DELIMITER, description="Separates chunks in the text form of a prompt.")
-    padding: str = Field("\n", min_length=1, description="Text of the padding token; must be a single token.")
-    recognition: bool = Field(True, description="Find registered documents verbatim in plain text prompts.")
+    delimiter: str = Field(
+        default=DEFAULT_DELIMITER, description="Separates chunks in the text form of a prompt."
+    )
+    padding: str = Field(
+        default="\n", min_length=1, description="Text of the padding token; must be a single token."
+    )
+    recognition: bool = Field(
+        default=True, description="Find registered documents verbatim in plain text prompts."
+    )
     recognition_bytes: int = Field(
-        256 << 20, ge=0, description="Memory for registered document texts, in bytes."
+        default=256 << 20, ge=0, description="Memory for registered document texts, in bytes."
     )
 
-    kv_pool_bytes: int = Field(GIB, ge=1 << 20, description="vLLM's own KV pool on the CPU, in bytes.")
-    block_size: int = Field(32, ge=1, description="Tokens per KV block; on the CPU a multiple of 32.")
-    host_bytes: int = Field(2 * GIB, ge=0, description="Host-memory tier of the document cache, in bytes.")
-    disk_path: str | None = Field(None, description="Directory of the disk tier; None: no disk tier.")
-    disk_bytes: int = Field(16 * GIB, ge=0, description="Budget of the disk tier, in bytes.")
-    index: str = Field("memory", description="KV cache index: memory, or a redis:// or rediss:// URL.")
+    kv_pool_bytes: int = Field(
+        default=GIB, ge=1 << 20, description="vLLM's own KV pool on the CPU, in bytes."
+    )
+    block_size: int = Field(default=32, ge=1, description="Tokens per KV block; on the CPU a multiple of 32.")
+    host_bytes: int = Field(
+        default=2 * GIB, ge=0, description="Host-memory tier of the document cache, in bytes."
+    )
+    disk_path: str | None = Field(default=None, description="Directory of the disk tier; None: no disk tier.")
+    disk_bytes: int = Field(default=16 * GIB, ge=0, description="Budget of the disk tier, in bytes.")
+    index: str = Field(
+        default="memory", description="KV cache index: memory, or a redis:// or rediss:// URL."
+    )
     namespace: str = Field(
-        "", description="Tenant: part of every key, so nothing is shared across namespaces."
+        default="", description="Tenant: part of every key, so nothing is shared across namespaces."
     )
     storage_dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
-        "auto", description="Type in which document KV is kept; auto: the engine's own."
+        default="auto", description="Type in which document KV is kept; auto: the engine's own."
     )
 
     @model_validator(mode="before")

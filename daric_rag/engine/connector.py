@@ -17,9 +17,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from daric_rag.config import DaricConfig
 from daric_rag.engine.fingerprint import root_fields
-from daric_rag.engine.opening import open_index
 from daric_rag.engine.index.keys import root_key
 from daric_rag.engine.launch import CONFIG_KEY
+from daric_rag.engine.opening import open_index
 from daric_rag.engine.plan import EXTRA_ARGS_KEY, ChunkLayout, StepPlan
 from daric_rag.engine.report import ReportBook, RequestReport
 from daric_rag.engine.scheduler_side import SchedulerSide
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -67,7 +67,7 @@ class DaricConnector(KVConnectorBase_V1):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        extra = self._kv_transfer_config.kv_connector_extra_config
         self._config = DaricConfig(**extra[CONFIG_KEY])
         self._block_size = vllm_config.cache_config.block_size
         self._fields = root_fields(vllm_config, self._config)
@@ -213,7 +213,12 @@ class DaricConnector(KVConnectorBase_V1):
         """Saves are complete when `save_kv_layer` returns."""
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Tell the scheduler's side what was stored, moved and evicted."""
+        """Tell the scheduler's side what was stored, moved and evicted, and what became of requests' tokens.
+
+        vLLM calls this inside every forward pass; a step of several passes is told as a whole at its end.
+        """
+        if self._worker.in_step:
+            return None
         events, reports = self._worker.take_events(), self._worker.take_reports()
         return DaricWorkerMetadata(events, reports) if events or reports else None
 

@@ -65,7 +65,7 @@ class DaricEngine:
         self._thread = threading.Thread(target=self._loop.run_forever, name="daric-engine", daemon=True)
         self._thread.start()
         try:
-            self._llm = self._run(self._launch(model, engine_args))
+            self._llm: Any = self._run(self._launch(model, engine_args))
         except BaseException:
             self._stop_loop()
             raise
@@ -255,6 +255,8 @@ class DaricEngine:
         with contextlib.suppress(Exception):
             asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result(timeout=30)
         self._stop_loop()
+        # vLLM's object would shut down again when the interpreter takes it away, with half of it gone already.
+        self._llm = None
 
     async def _shut_down(self) -> None:
         self._llm.shutdown()
@@ -273,7 +275,7 @@ class DaricEngine:
     @property
     def closed(self) -> bool:
         """Whether the engine can serve no more requests."""
-        return self._closed or self._llm.errored
+        return self._closed or bool(self._llm.errored)
 
     def __enter__(self) -> DaricEngine:
         return self
@@ -306,15 +308,13 @@ class DaricEngine:
         if self._closed:
             raise EngineClosedError("the engine was closed")
         reject_unknown(options, PER_CALL_OPTIONS, "a call")
-        recognizer = self.recognizer
-        split = None
-        if recognizer is not None:
-            known = recognizer
-
-            def split(text: str) -> list[tuple[str, bool]]:
-                return split_by_matches(text, known.find(text))
-
+        split = self._split_known if self.recognizer is not None else None
         return self.processor.process(prompt, self.config.override(**options), split)
+
+    def _split_known(self, text: str) -> list[tuple[str, bool]]:
+        """Cut a text at the registered documents in it."""
+        assert self.recognizer is not None
+        return split_by_matches(text, self.recognizer.find(text))
 
     async def _answer(
         self,
@@ -375,10 +375,9 @@ class DaricEngine:
         prompt, sampling = build_request(processed, params, config, stream=stream)
         request_id = f"{self._prefix}-{next(self._counter)}"
         outputs = self._llm.generate(prompt, sampling, request_id, lora_request=lora_request)
-        async with contextlib.aclosing(outputs):
-            async with self._errors():
-                async for output in outputs:
-                    yield output
+        async with contextlib.aclosing(outputs), self._errors():
+            async for output in outputs:
+                yield output
 
     def _metrics(
         self, processed: ProcessedPrompt, output: RequestOutput, ttft: float, completion_tokens: int

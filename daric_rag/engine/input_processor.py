@@ -92,7 +92,7 @@ class InputProcessor:
 
     def warm_chunk(self, document: Content) -> ProcessedPrompt:
         """The chunk that a document becomes in any prompt, on its own; no token ids for an empty document."""
-        token_ids = self._padded(self._content_ids(document))
+        token_ids = self._padded(self._document_ids(document))
         bounds = ((0, len(token_ids)),)
         processed = ProcessedPrompt(token_ids, bounds, (False,), bounds)
         self._check_length(processed)
@@ -185,8 +185,13 @@ class InputProcessor:
         chunks = [_Chunk(list(self._bos) if self._needs_bos(pieces) else [])]
         dropped = 0
         for number, piece in enumerate(pieces):
-            token_ids = self._content_ids(piece.content, control=piece.control)
-            if piece.kind == "document":
+            is_document = piece.kind == "document"
+            token_ids = (
+                self._document_ids(piece.content)
+                if is_document
+                else self._content_ids(piece.content, control=piece.control)
+            )
+            if is_document:
                 dropped += not token_ids
                 chunks.append(_Chunk(token_ids, is_document=True))
             elif number > last_document >= 0:
@@ -224,6 +229,10 @@ class InputProcessor:
     def _padded(self, token_ids: list[int]) -> list[int]:
         """p = (b - (t mod b)) mod b padding tokens at the chunk's end (paper §3.2)."""
         return token_ids + [self._padding_id] * (-len(token_ids) % self._block_size)
+
+    def _document_ids(self, document: Content) -> list[int]:
+        """A document's tokens. Templates strip and join with white space, which must not change its key."""
+        return self._content_ids(document.strip() if isinstance(document, str) else document)
 
     def _content_ids(self, content: Content, *, control: bool = False) -> list[int]:
         if isinstance(content, str):

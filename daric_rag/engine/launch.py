@@ -109,7 +109,7 @@ def _device_type() -> str:
 def _num_physical_cores() -> int:
     allowed = len(os.sched_getaffinity(0))
     try:
-        import psutil
+        import psutil  # type: ignore[import-untyped, unused-ignore]
 
         return min(psutil.cpu_count(logical=False) or allowed, allowed)
     except ImportError:

@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+from itertools import islice
+
 from daric_rag.config import DaricConfig
-from daric_rag.engine.index.base import KVIndex
+from daric_rag.engine.index.base import IndexEntry, KVIndex, Tier
 from daric_rag.engine.index.memory import MemoryIndex
 from daric_rag.engine.storage.base import RecordSpec
+from daric_rag.engine.storage.directory import probe_record, scan_directory
 from daric_rag.engine.storage.store import KVStore
+from daric_rag.progress import progress_bar
+
+# All ranks store the same segments; the scheduler looks at the files of the first.
+_RANK = 0
+_SCAN_BATCH = 1024
 
 
 def open_index(config: DaricConfig, root: bytes) -> KVIndex:
-    """The scheduler's index. Raises `CacheUnavailableError` if Redis cannot be reached."""
-    return MemoryIndex()
+    """The scheduler's index, filled with what the disk tier's directory holds already.
+
+    Raises `CacheUnavailableError` if Redis cannot be used, `MissingExtraError` if its client is not installed.
+    """
+    index = _empty_index(config, root)
+    if config.disk_path is not None:
+        with progress_bar(0, "reading the disk tier", "segment") as bar:
+            for entries in _batches(_stored(config.disk_path, root)):
+                index.insert(entries)
+                bar.update(len(entries))
+    return index
 
 
 def open_store(
@@ -27,4 +46,26 @@ def open_store(
         rank=rank,
         root=root,
         pin_memory=pin_memory,
+        namespace=config.namespace,
     )
+
+
+def _empty_index(config: DaricConfig, root: bytes) -> KVIndex:
+    path = config.disk_path
+    if config.index == "memory":
+        # Another engine on the same directory may add records while this one runs.
+        return MemoryIndex(partial(probe_record, path, root, _RANK) if path is not None else None)
+    from daric_rag.engine.index.opening import shared_disk_id
+    from daric_rag.engine.index.redis import RedisIndex
+
+    return RedisIndex(config.index, shared_disk_id=shared_disk_id(path) if path is not None else None)
+
+
+def _stored(path: str, root: bytes) -> Iterator[IndexEntry]:
+    for key, parent, num_tokens in scan_directory(path, root, _RANK):
+        yield IndexEntry(key, parent or root, num_tokens, Tier.DISK, root)
+
+
+def _batches(entries: Iterator[IndexEntry]) -> Iterator[list[IndexEntry]]:
+    while batch := list(islice(entries, _SCAN_BATCH)):
+        yield batch

@@ -58,7 +58,9 @@ class Pass:
     @property
     def num_tokens(self) -> int:
         """Tokens that the pass computes."""
-        return sum(row.num_scheduled for row in (*self.sub_requests, *self.finals))
+        return sum(row.num_scheduled for row in self.sub_requests) + sum(
+            row.num_scheduled for row in self.finals
+        )
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,7 @@ class SchedulerSide:
             elif event.kind == "tier_changed":
                 self.index.set_tier([event.key], tier)
             else:
-                self.index.remove([event.key], None)
+                self.index.remove([event.key], tier)
 
     def _drop_unfinished(self, request_id: str) -> Sequence[int]:
         unfinished = self._unfinished.pop(request_id, None)

@@ -24,7 +24,7 @@ from vllm import SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
-from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, KVConnectorOutput, ModelRunnerOutput
 
 from daric_rag.engine.connector import DaricConnector, DaricMetadata
 from daric_rag.engine.passes import Capacity, FinalRow, Pass, generation_passes, recomputation_passes
@@ -77,6 +77,7 @@ class _DaricWorkerMixin:
             output = self._run_phases(scheduler_output, meta.plans, work, side)
         finally:
             side.end_step(work)
+        output = self._attach_metadata(output)
         return self._complete(output) if output is not None else None
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
@@ -113,7 +114,10 @@ class _DaricWorkerMixin:
             if number == 0:
                 side.prepare_recomputation(work)
             if number == len(second_phase) - 1:
-                output = self._forward(self._rebuild(step, one, is_last=True))
+                rebuilt = self._rebuild(step, one, is_last=True)
+                if not rebuilt.total_num_scheduled_tokens:
+                    side.load_without_forward()
+                output = self._forward(rebuilt)
             else:
                 self._forward_and_discard(step, one)
             load_s += side.finish_pass()
@@ -218,6 +222,18 @@ class _DaricWorkerMixin:
         return dataclasses.replace(scheduler_output, finished_req_ids=finished)
 
     # ---- outputs ----
+
+    def _attach_metadata(self, output: Any) -> Any:
+        """Send the step's report along with its output, or with the samples that are still to be drawn."""
+        meta = get_kv_transfer_group().build_connector_worker_meta()
+        if meta is None:
+            return output
+        if output is None:
+            self.model_runner.kv_connector_output.kv_connector_worker_meta = meta
+            return None
+        # The output of a step without a forward pass may be vLLM's shared empty one.
+        connector_output = KVConnectorOutput(kv_connector_worker_meta=meta)
+        return dataclasses.replace(output, kv_connector_output=connector_output)
 
     def _complete(self, output: Any) -> Any:
         if not self._absent:
@@ -343,11 +359,11 @@ class _Step:
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker
 
-    class DaricCPUWorker(_DaricWorkerMixin, CPUWorker):  # type: ignore[misc]
+    class DaricCPUWorker(_DaricWorkerMixin, CPUWorker):
         """vLLM's CPU worker with the two phases of DARIC."""
 
 else:
     from vllm.v1.worker.gpu_worker import Worker
 
-    class DaricGPUWorker(_DaricWorkerMixin, Worker):  # type: ignore[misc]
+    class DaricGPUWorker(_DaricWorkerMixin, Worker):
         """vLLM's GPU worker with the two phases of DARIC."""

@@ -88,6 +88,7 @@ class WorkerSide:
         self._layer_numbers: dict[str, int] = {}
         self._layout: KVLayout | None = None
         self._store: KVStore | None = None
+        self.in_step = False
         self._pass = _NOTHING
         self._transfer_s = 0.0
         self._reports: dict[str, RequestReport] = {}
@@ -147,6 +148,7 @@ class WorkerSide:
 
     def begin_step(self, plans: Iterable[StepPlan]) -> StepWork:
         """Pin what can be loaded and decide, chunk by chunk, between load, generation and full context."""
+        self.in_step = True
         work = StepWork()
         for plan in plans:
             report = work.reports.setdefault(plan.request_id, RequestReport())
@@ -210,6 +212,7 @@ class WorkerSide:
 
     def end_step(self, work: StepWork) -> None:
         """Unpin everything and publish the reports."""
+        self.in_step = False
         self._pass = _NOTHING
         for loaded in (*work.loads, *work.prefixes):
             self._release(loaded.handles)
@@ -240,7 +243,7 @@ class WorkerSide:
         )
 
     def prepare_recomputation(self, work: StepWork) -> None:
-        """Arrange the pass before whose attention the loaded chunks are written, recomputed tokens left out."""
+        """Arrange the pass in which the loaded chunks are written, without the tokens recomputed in it."""
         holes = {item.plan.request_id: item.ranges for item in work.recomputations}
         scatter = _Builder()
         for loaded in work.loads:
@@ -252,7 +255,7 @@ class WorkerSide:
         """The next pass moves no KV."""
         self._pass = _NOTHING
 
-    def run_without_forward(self) -> None:
+    def load_without_forward(self) -> None:
         """Do the prepared loads at once: the step has no forward pass."""
         for name in self._layer_numbers:
             self.before_layer(name)
@@ -288,7 +291,9 @@ class WorkerSide:
         for segment in chunk.segments:
             if segment.end <= generation.num_loaded:
                 continue
-            handle = self.store.reserve(segment.key, segment.parent, segment.num_tokens)
+            handle = self.store.reserve(
+                segment.key, segment.parent, segment.num_tokens, namespace=generation.plan.namespace
+            )
             if handle is None:  # no room, or the same document twice in this step
                 continue
             self._saving.append((handle, segment))
