@@ -37,6 +37,7 @@ T = TypeVar("T")
 
 # Documents of `warm` that are in the engine at once: enough to fill its batches, few enough to stay responsive.
 _WARM_CONCURRENCY = 32
+_SHUTDOWN_S = 15.0
 
 
 class DaricEngine:
@@ -245,7 +246,8 @@ class DaricEngine:
     def stats(self) -> dict[str, Any]:
         """Cumulative counters: requests, tokens by source, seconds by part, and the store's (bytes, hits)."""
         stores = self._run(self._guard(self._llm.collective_rpc("daric_stats")))
-        return {**self._totals.to_dict(), "store": stores[0]}
+        unfinished = self._llm.get_num_unfinished_requests()
+        return {**self._totals.to_dict(), "unfinished_requests": unfinished, "store": stores[0]}
 
     def close(self) -> None:
         """End the engine's processes; unfinished calls raise `EngineClosedError`. Safe to call twice."""
@@ -253,13 +255,14 @@ class DaricEngine:
             return
         self._closed = True
         with contextlib.suppress(Exception):
-            asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result(timeout=30)
+            asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result(timeout=_SHUTDOWN_S + 15)
         self._stop_loop()
         # vLLM's object would shut down again when the interpreter takes it away, with half of it gone already.
         self._llm = None
 
     async def _shut_down(self) -> None:
-        self._llm.shutdown()
+        # Time to write what the disk tier still holds in memory.
+        self._llm.shutdown(timeout=_SHUTDOWN_S)
         current = asyncio.current_task()
         others = [task for task in asyncio.all_tasks() if task is not current]
         for task in others:
@@ -325,18 +328,20 @@ class DaricEngine:
         started: float,
     ) -> GenerationResult:
         ttft = None
+        # For n > 1 vLLM tells of one completion at a time.
+        completions: dict[int, Completion] = {}
         final: RequestOutput | None = None
         async for output in self._outputs(processed, params, lora_request, options, stream=False):
             if ttft is None:
                 ttft = time.perf_counter() - started
+            completions.update((item.index, _completion(item)) for item in output.outputs)
             final = output
         if final is None:
             raise DaricError("the engine returned no output for a request")
-        completions = tuple(_completion(item) for item in sorted(final.outputs, key=lambda item: item.index))
-        metrics = self._metrics(
-            processed, final, ttft or 0.0, sum(len(item.token_ids) for item in completions)
-        )
-        return GenerationResult(final.request_id, completions, metrics, processed.token_ids)
+        ordered = tuple(completions[index] for index in sorted(completions))
+        num_tokens = sum(len(item.token_ids) for item in ordered)
+        metrics = self._metrics(processed, final, ttft or 0.0, num_tokens)
+        return GenerationResult(final.request_id, ordered, metrics, processed.token_ids)
 
     async def _stream(
         self, prompt: Prompt, params: Any, lora_request: Any, options: dict[str, Any]

@@ -1,0 +1,106 @@
+"""Prompts and comparisons that the engine tests share."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from daric_rag import ChunkedPrompt, DaricEngine, GenerationResult
+from daric_rag.engine.result import RequestMetrics
+
+_PLACES = [
+    "Aldam",
+    "Brook",
+    "Corva",
+    "Dunmere",
+    "Elsin",
+    "Farrow",
+    "Gilden",
+    "Harth",
+    "Ister",
+    "Jorund",
+    "Kelm",
+    "Lorne",
+    "Morvan",
+    "Nesby",
+    "Orlin",
+]
+_THINGS = [
+    "lighthouse",
+    "bakery",
+    "library",
+    "railway",
+    "mill",
+    "observatory",
+    "harbour",
+    "theatre",
+    "brewery",
+    "museum",
+]
+
+# Float32 sums in another order; two prefills of the same tokens differ by less than this.
+TOLERANCE = 1e-3
+
+
+def make_document(seed: int, sentences: int = 8) -> str:
+    """A short text about a made-up town; another seed gives another text."""
+    draw = random.Random(seed)
+    place = f"{draw.choice(_PLACES)}{seed}"
+    lines = [f"{place} is a town of {draw.randrange(900, 90000)} people."]
+    for _ in range(sentences):
+        thing, year = draw.choice(_THINGS), draw.randrange(1500, 2000)
+        lines.append(f"Its {thing} was built in {year} by {draw.choice(_PLACES)} {draw.choice(_PLACES)}.")
+    return " ".join(lines)
+
+
+def make_prompt(seeds: Sequence[int], query: str = "Which town has the oldest building?") -> ChunkedPrompt:
+    """System prompt, one document per seed, query: len(seeds) + 2 chunks."""
+    return ChunkedPrompt("Answer from the documents.", [make_document(seed) for seed in seeds], query)
+
+
+def sampling(max_tokens: int = 12, **options: Any) -> Any:
+    """Greedy parameters with the five best log-probabilities."""
+    from vllm import SamplingParams
+
+    return SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, "logprobs": 5, **options})
+
+
+def largest_difference(one: GenerationResult, other: GenerationResult) -> float:
+    """Largest |Δ log-prob| over the tokens and candidates that both results have."""
+    differences = [
+        abs(mine[token].logprob - theirs[token].logprob)
+        for mine, theirs in zip(one.logprobs, other.logprobs, strict=True)
+        for token in mine.keys() & theirs.keys()
+    ]
+    assert differences
+    return max(differences)
+
+
+def assert_same_answer(one: GenerationResult, other: GenerationResult) -> None:
+    """The same greedy tokens with the same log-probabilities."""
+    assert one.token_ids == other.token_ids
+    assert largest_difference(one, other) <= TOLERANCE
+
+
+def assert_adds_up(metrics: RequestMetrics) -> None:
+    """Every prompt token has one source."""
+    sources = (
+        metrics.engine_hit_tokens + metrics.loaded_tokens + metrics.generated_tokens + metrics.live_tokens
+    )
+    assert metrics.prompt_tokens == sources
+    assert metrics.recomputed_tokens == sum(end - start for start, end in metrics.recomputed_ranges)
+
+
+def document_tokens(engine: DaricEngine, prompt: ChunkedPrompt) -> int:
+    """Tokens of the prompt's document chunks, padding included."""
+    processed = engine.processor.process(prompt, engine.config)
+    return sum(end - start for start, end in processed.documents)
+
+
+def idle_store(engine: DaricEngine) -> dict[str, Any]:
+    """The store's counters; nothing may be pinned or reserved when no request runs."""
+    store: dict[str, Any] = engine.stats()["store"]
+    assert store["pins"] == 0
+    assert store["reservations"] == 0
+    return store

@@ -1,0 +1,115 @@
+"""Recomputing everything through sub-requests is a plain prefill, whatever vLLM does beside it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from daric_rag import DaricConfig, DaricEngine
+from tests.engine_support import (
+    assert_adds_up,
+    assert_same_answer,
+    idle_store,
+    largest_difference,
+    make_prompt,
+    sampling,
+)
+
+pytestmark = pytest.mark.integration
+
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    # name: (DaricConfig options, vLLM engine arguments)
+    "no-prefix-cache": ({}, {"enable_prefix_caching": False}),
+    "chunked-prefill": ({}, {"max_num_batched_tokens": 96, "max_num_seqs": 8}),
+    "large-blocks": ({"block_size": 64}, {"max_num_batched_tokens": 500}),
+    "tiny-pool": ({"kv_pool_bytes": 2 << 20, "host_bytes": 1 << 20}, {"max_num_seqs": 8}),
+}
+
+
+@pytest.fixture(scope="module", params=SETTINGS)
+def variant(request: pytest.FixtureRequest, tiny_model: str) -> Iterator[DaricEngine]:
+    """Engines on a small random model, one setting after the other."""
+    config, engine_args = SETTINGS[request.param]
+    options = {"kv_pool_bytes": 64 << 20, "host_bytes": 64 << 20, **config}
+    with DaricEngine(tiny_model, DaricConfig(**options), max_model_len=2048, **engine_args) as shared:
+        yield shared
+
+
+@pytest.mark.parametrize("num_chunks", [2, 5, 12])
+def test_all_equals_plain_prefill(engine: DaricEngine, num_chunks: int) -> None:
+    order = list(range(num_chunks - 2)) or [0]
+    random.Random(num_chunks).shuffle(order)
+    prompt = make_prompt(order)
+    plain = engine.generate(prompt, sampling(), reuse=False)
+    cold = engine.generate(prompt, sampling(), selection="all")
+    warm = engine.generate(prompt, sampling(), selection="all", ratio=0.2)  # another prefix-cache world
+    assert cold.prompt_token_ids == plain.prompt_token_ids
+    for reused in (cold, warm):
+        assert_same_answer(plain, reused)
+        assert_adds_up(reused.metrics)
+    assert warm.metrics.loaded_tokens > 0
+    assert warm.metrics.generated_tokens == 0
+
+
+def test_reuse_is_approximate_so_that_exactness_means_something(engine: DaricEngine) -> None:
+    prompt = make_prompt(range(20, 26))
+    plain = engine.generate(prompt, sampling(1), reuse=False)
+    everything = engine.generate(prompt, sampling(1), selection="all")
+    nothing = engine.generate(prompt, sampling(1), selection="none")
+    assert largest_difference(plain, everything) * 20 < largest_difference(plain, nothing)
+
+
+def test_first_document_alone_is_exact(engine: DaricEngine) -> None:
+    """What stands at position 0 was computed at position 0: no rotation, no recomputation, no error."""
+    prompt = make_prompt([])
+    with_system = engine.generate(prompt, sampling(4), selection="none")
+    plain = engine.generate(prompt, sampling(4), reuse=False)
+    assert_same_answer(plain, with_system)
+
+
+def test_variants_equal_plain_prefill(variant: DaricEngine) -> None:
+    for seed in range(3):
+        order = [(seed * 3 + number) % 8 for number in range(5)]
+        prompt = make_prompt(order)
+        plain = variant.generate(prompt, sampling(), reuse=False)
+        reused = variant.generate(prompt, sampling(), selection="all")
+        assert_same_answer(plain, reused)
+        assert_adds_up(reused.metrics)
+    idle_store(variant)
+
+
+def test_variants_are_exact_under_load(variant: DaricEngine) -> None:
+    """Eight reuse requests at once, mixed with plain ones, decoding while others prefill; pools overflow."""
+    prompts = [make_prompt([(seed + shift) % 7 for shift in range(4)]) for seed in range(8)]
+    params = [sampling(24 + 8 * number, ignore_eos=True) for number in range(8)]
+    alone = [variant.generate(prompt, one, reuse=False) for prompt, one in zip(prompts, params, strict=True)]
+    together = variant.generate(prompts, params, selection="all")
+    for plain, reused in zip(alone, together, strict=True):
+        assert_same_answer(plain, reused)
+        assert_adds_up(reused.metrics)
+    idle_store(variant)
+
+
+def test_variants_reuse_the_same_way(variant: DaricEngine) -> None:
+    """One prompt gives one answer: cold, loaded, in one step or in several, with a prefix hit or without."""
+    prompt = make_prompt([11, 12, 13, 14])
+    first = variant.generate(prompt, sampling(), n_avg=16)
+    variant.generate(make_prompt([14, 11]), sampling(1), n_avg=16)
+    second = variant.generate(prompt, sampling(), n_avg=16)
+    third = variant.generate(prompt, sampling(), n_avg=16, namespace="elsewhere")
+    for other in (second, third):
+        assert_same_answer(first, other)
+
+
+def test_reuse_never_reaches_plain_requests(engine: DaricEngine, variant: DaricEngine) -> None:
+    for one in (engine, variant):
+        prompt = make_prompt([30, 31, 32])
+        rough = one.generate(prompt, sampling(), selection="none")
+        plain = one.generate(prompt, sampling(), reuse=False)
+        assert plain.metrics.engine_hit_tokens == 0
+        exact = one.generate(prompt, sampling(), selection="all")
+        assert_same_answer(exact, plain)
+        assert rough.prompt_token_ids == plain.prompt_token_ids
