@@ -215,8 +215,6 @@ class DocumentDatabase:
         return Row(key, document, embedding)
 
     def _open_existing(self, path: Path) -> None:
-        if path.stat().st_size == 0:  # SQLite would take it for a new database
-            raise self._damaged("it is empty")
         # Read-only, so that a damaged file is not even written to by SQLite's own recovery.
         with contextlib.closing(
             sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
@@ -230,7 +228,9 @@ class DocumentDatabase:
             raise self._damaged(str(problem))
         tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
         if not {"meta", "documents"} <= tables:
-            raise self._damaged("it has no documents table")
+            raise self._damaged(
+                "it has no documents table"
+            )  # an empty file is a valid database without tables
         (version,) = connection.execute("SELECT value FROM meta WHERE name = 'format'").fetchone() or (None,)
         if version != FORMAT_VERSION:
             raise IndexMismatchError(

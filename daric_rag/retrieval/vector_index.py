@@ -98,6 +98,8 @@ class VectorIndex:
             return None
         if _digest(payload) != digest:
             logger.warning("%s is damaged and is rebuilt from the documents", path)
+            with contextlib.suppress(OSError):  # or its intact header would keep it from being replaced
+                path.unlink()
             return None
         index = cls(dim)
         loaded = index._faiss.deserialize_index(np.frombuffer(payload, dtype=np.uint8))
