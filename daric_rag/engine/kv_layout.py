@@ -10,7 +10,7 @@ Both backends register one tensor a layer, seen as `[num_blocks, num_kv_heads, b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -55,7 +55,7 @@ class KVLayout:
 
     `key_order` and `value_order`: int32 [block_size * head_dim], the offset in elements of (token, dim) from
     the start of the K (V) area of one (block, head). The V area starts `value_offset` elements after the K
-    area.
+    area. `key_pattern` and `value_pattern` are their structure, None for an order outside the known family.
     """
 
     kind: Literal["packed_cpu", "strided"]
@@ -66,16 +66,12 @@ class KVLayout:
     key_order: torch.Tensor
     value_order: torch.Tensor
     value_offset: int
+    key_pattern: PackedOrder | None = field(init=False)
+    value_pattern: PackedOrder | None = field(init=False)
 
-    @cached_property
-    def key_pattern(self) -> PackedOrder | None:
-        """The structure of `key_order`, or None for an order outside the known family."""
-        return recognise_order(self.key_order, self.block_size, self.head_dim)
-
-    @cached_property
-    def value_pattern(self) -> PackedOrder | None:
-        """The structure of `value_order`, or None for an order outside the known family."""
-        return recognise_order(self.value_order, self.block_size, self.head_dim)
+    def __post_init__(self) -> None:
+        for name, order in (("key_pattern", self.key_order), ("value_pattern", self.value_order)):
+            object.__setattr__(self, name, recognise_order(order, self.block_size, self.head_dim))
 
     @cached_property
     def token_stride(self) -> int:

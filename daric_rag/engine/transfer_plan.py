@@ -78,22 +78,23 @@ class RopeTable:
 class TransferPlan:
     """Many ranges moved by one call per layer; make it with `build`, which checks every bound.
 
-    `ranges`: int64 [n, 7], the fields of TransferRange. `block_tables`: int64 [entries], all tables
-    concatenated. A record is contiguous [num_layers, 2 (K, V), record_tokens, num_kv_heads, head_dim] in
-    `storage_dtype`; the caller keeps its memory alive, and pinned if `pinned` says so (CUDA kernels then
-    access it directly).
+    `ranges`: int64 [n, 7], the fields of TransferRange. `pieces`: int64 [p, 5], the ranges cut at block
+    boundaries (index of the range, block id, first and end token within the block, first token within the
+    range). A record is contiguous [num_layers, 2 (K, V), record_tokens, num_kv_heads, head_dim] in
+    `storage_dtype`; the caller keeps its memory alive, for CUDA until the stream has passed the call. CUDA
+    kernels access pinned records directly.
     """
 
     ranges: torch.Tensor
-    block_tables: torch.Tensor
+    pieces: torch.Tensor
     storage_dtype: torch.dtype
     num_layers: int
     num_blocks: int
+    block_size: int
     num_tokens: int
     rope_rows: int
     has_records: bool
     destinations_disjoint: bool
-    pinned: bool = False
 
     @classmethod
     def build(
@@ -105,7 +106,6 @@ class TransferPlan:
         num_blocks: int,
         num_layers: int,
         storage_dtype: torch.dtype,
-        pinned: bool = False,
     ) -> TransferPlan:
         """Check that ranges lie inside their records and tables, block ids inside a cache of `num_blocks`.
 
@@ -124,15 +124,15 @@ class TransferPlan:
         _check_block_ids(pieces, num_blocks)
         return cls(
             ranges=torch.from_numpy(rows),
-            block_tables=torch.from_numpy(table),
+            pieces=torch.from_numpy(pieces),
             storage_dtype=storage_dtype,
             num_layers=num_layers,
             num_blocks=num_blocks,
+            block_size=layout.block_size,
             num_tokens=int(rows[:, 3].sum()),
             rope_rows=int(rows[:, 6].max(initial=NO_ROTATION)) + 1,
             has_records=bool((rows[:, 0] != NO_RECORD).all()),
             destinations_disjoint=_are_disjoint(pieces),
-            pinned=pinned,
         )
 
     @cached_property
@@ -140,9 +140,9 @@ class TransferPlan:
         return {}
 
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """`ranges` and `block_tables` on `device`, copied there once."""
+        """`ranges` and `pieces` on `device`, copied there once."""
         if device not in self._copies_by_device:
-            self._copies_by_device[device] = (self.ranges.to(device), self.block_tables.to(device))
+            self._copies_by_device[device] = (self.ranges.to(device), self.pieces.to(device))
         return self._copies_by_device[device]
 
 
@@ -165,7 +165,7 @@ def _as_int64(
 
 
 def _check_ranges(rows: NDArray[np.int64], num_entries: int, block_size: int) -> None:
-    address, record_tokens, src, count, dst, offset, rope_row = rows.T
+    address, record_tokens, src, count, dst, offset, _ = rows.T
     far = np.int64(2**40)  # no sum below can overflow once every field is under it
     for position, field in enumerate(TransferRange._fields):
         lowest = NO_ROTATION if field == "rope_row" else 0
@@ -185,7 +185,6 @@ def _check_ranges(rows: NDArray[np.int64], num_entries: int, block_size: int) ->
         "block_table_offset + last block",
         f"below the {num_entries} entries of block_tables",
     )
-    del rope_row
 
 
 def _refuse(rows: NDArray[np.int64], bad: NDArray[np.bool_], what: str, allowed: str) -> None:
@@ -197,7 +196,7 @@ def _refuse(rows: NDArray[np.int64], bad: NDArray[np.bool_], what: str, allowed:
 
 
 def _block_pieces(rows: NDArray[np.int64], table: NDArray[np.int64], block_size: int) -> NDArray[np.int64]:
-    """The ranges cut at block boundaries: int64 [pieces, 3] of (block id, first and end token in it)."""
+    """`TransferPlan.pieces` of `rows`, in their order."""
     count, dst, offset = rows[:, 3], rows[:, 4], rows[:, 5]
     first = dst // block_size
     blocks = (dst + count - 1) // block_size - first + 1
@@ -205,17 +204,19 @@ def _block_pieces(rows: NDArray[np.int64], table: NDArray[np.int64], block_size:
     block = first[owner] + np.arange(len(owner)) - np.repeat(np.cumsum(blocks) - blocks, blocks)
     begin = np.maximum(dst[owner] - block * block_size, 0)
     end = np.minimum((dst + count)[owner] - block * block_size, block_size)
-    pieces: NDArray[np.int64] = np.stack([table[offset[owner] + block], begin, end], axis=1)
-    return pieces
+    first_token = block * block_size + begin - dst[owner]
+    pieces: NDArray[np.int64] = np.stack(
+        [owner, table[offset[owner] + block], begin, end, first_token], axis=1
+    )
+    return np.ascontiguousarray(pieces)
 
 
 def _check_block_ids(pieces: NDArray[np.int64], num_blocks: int) -> None:
-    bad = (pieces[:, 0] < 0) | (pieces[:, 0] >= num_blocks)
+    bad = (pieces[:, 1] < 0) | (pieces[:, 1] >= num_blocks)
     if bad.any():
-        raise ValueError(f"block id {pieces[bad][0, 0]} in block_tables, must be 0 to {num_blocks - 1}")
+        raise ValueError(f"block id {pieces[bad][0, 1]} in block_tables, must be 0 to {num_blocks - 1}")
 
 
 def _are_disjoint(pieces: NDArray[np.int64]) -> bool:
-    ordered = pieces[np.lexsort((pieces[:, 1], pieces[:, 0]))]
-    same_block = ordered[1:, 0] == ordered[:-1, 0]
-    return not bool((same_block & (ordered[1:, 1] < ordered[:-1, 2])).any())
+    _, block, begin, end, _ = pieces[np.lexsort((pieces[:, 2], pieces[:, 1]))].T
+    return not bool(((block[1:] == block[:-1]) & (begin[1:] < end[:-1])).any())

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from daric_rag.engine import transfer
+from daric_rag.engine import transfer, transfer_reference
+from daric_rag.engine import transfer_kernels as kernels
 from daric_rag.engine.kv_layout import KVLayout, PackedOrder, gpu_layout
 from daric_rag.engine.transfer import NO_RECORD, NO_ROTATION, RopeTable, TransferPlan, TransferRange
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LAYERS, NUM_BLOCKS = 2, 12
+
+needs_kernels = pytest.mark.skipif(
+    kernels.cpu_library() is None, reason="the CPU kernels are not built: run `make build-ext`"
+)
+IMPLEMENTATIONS = [
+    "op",
+    "reference",
+    pytest.param("baseline kernel", marks=needs_kernels),
+    pytest.param("best kernel", marks=needs_kernels),
+    pytest.param("CUDA items on the CPU", marks=needs_kernels),
+]
+each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
 def packed_layout(
@@ -77,8 +91,10 @@ def make_cache(
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
-    kind = draw(st.sampled_from(["transposed", "tiled", "vnni", "shuffled", "nhd", "hnd"]))
+def cases(draw: st.DrawFn, gpu: bool) -> Case:
+    kind = draw(
+        st.sampled_from(["nhd", "hnd"] if gpu else ["transposed", "tiled", "vnni", "shuffled", "nhd"])
+    )
     dtype, storage = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(DTYPES))
     heads = draw(st.integers(1, 4))
     head_dim = draw(st.sampled_from([2, 6, 8, 16, 18, 32, 64, 80]))
@@ -181,52 +197,141 @@ def brute_force_rotate(case: Case) -> torch.Tensor:
     return flat
 
 
-@settings(max_examples=60, deadline=None)
-@given(case=cases(), layer=st.integers(0, LAYERS - 1))
-def test_scatter_writes_exactly_what_the_loops_write(case: Case, layer: int) -> None:
+def run(implementation: str, name: str, case: Case, layer: int) -> None:
+    """Run op `name` in one of its implementations; drops the example if the CUDA kernels do not take it."""
+    plan = case.plan()
+    if implementation == "op":
+        rope = () if name == "gather_kv" else (case.rope,)
+        {"scatter_kv": transfer.scatter_, "gather_kv": transfer.gather_, "rotate_kv": transfer.rotate_}[name](
+            case.cache, case.layout, plan, layer, *rope
+        )
+        return
+    arguments = transfer.op_arguments(name, case.cache, case.layout, plan, layer, case.rope)
+    if implementation == "reference":
+        getattr(transfer_reference, name)(*arguments)
+        return
+    job, code = transfer.make_job(name, *arguments), transfer.OP_CODES[name]
+    if implementation == "CUDA items on the CPU":
+        assume(kernels.run_cuda_items_on_cpu(job, len(plan.ranges), code))
+    else:
+        kernels.run_on_cpu(job, code, 0 if implementation == "baseline kernel" else kernels.BEST_ISA)
+
+
+def case_strategy(implementation: str) -> st.SearchStrategy[Case]:
+    return cases(gpu=implementation == "CUDA items on the CPU")
+
+
+@each_implementation
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_scatter_writes_exactly_what_the_loops_write(implementation: str, data: st.DataObject) -> None:
+    case, layer = data.draw(case_strategy(implementation)), data.draw(st.integers(0, LAYERS - 1))
     expected = brute_force_scatter(case, layer)
     before = [record.clone() for record in case.records]
-    transfer.scatter_(case.cache, case.layout, case.plan(), layer, case.rope)
+    run(implementation, "scatter_kv", case, layer)
     assert torch.equal(flat_storage(case.cache), expected)
     assert all(torch.equal(a, b) for a, b in zip(before, case.records, strict=True))
 
 
-@settings(max_examples=60, deadline=None)
-@given(case=cases(), layer=st.integers(0, LAYERS - 1))
-def test_gather_reads_exactly_what_the_loops_read(case: Case, layer: int) -> None:
+@each_implementation
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_gather_reads_exactly_what_the_loops_read(implementation: str, data: st.DataObject) -> None:
+    case, layer = data.draw(case_strategy(implementation)), data.draw(st.integers(0, LAYERS - 1))
     expected = brute_force_gather(case, layer)
     before = flat_storage(case.cache).clone()
-    transfer.gather_(case.cache, case.layout, case.plan(), layer)
+    run(implementation, "gather_kv", case, layer)
     assert all(torch.equal(a, b) for a, b in zip(case.records, expected, strict=True))
     assert torch.equal(flat_storage(case.cache), before)
 
 
+@each_implementation
 @settings(max_examples=40, deadline=None)
-@given(case=cases())
-def test_rotate_turns_exactly_the_keys_the_loops_turn(case: Case) -> None:
+@given(data=st.data())
+def test_rotate_turns_exactly_the_keys_the_loops_turn(implementation: str, data: st.DataObject) -> None:
+    case = data.draw(case_strategy(implementation))
     expected = brute_force_rotate(case)
     case.ranges = [item._replace(record_address=NO_RECORD) for item in case.ranges]
-    transfer.rotate_(case.cache, case.layout, case.plan(), 0, case.rope)
+    run(implementation, "rotate_kv", case, 0)
     assert torch.equal(flat_storage(case.cache), expected)
 
 
-@settings(max_examples=40, deadline=None)
-@given(case=cases(), layer=st.integers(0, LAYERS - 1))
-def test_gather_after_scatter_gives_the_records_back(case: Case, layer: int) -> None:
-    case.ranges = [item._replace(rope_row=NO_ROTATION) for item in case.ranges]
-    if case.records[0].dtype != case.cache.dtype:
-        case.records = [record.to(case.cache.dtype) for record in case.records]
-        addresses = [record.data_ptr() for record in case.records]
-        case.ranges = [
-            item._replace(record_address=address)
-            for item, address in zip(case.ranges, addresses, strict=False)
-        ]
-    plan, before = case.plan(), [record.clone() for record in case.records]
-    transfer.scatter_(case.cache, case.layout, plan, layer, None)
+@each_implementation
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_gather_after_scatter_gives_the_records_back(implementation: str, data: st.DataObject) -> None:
+    case, layer = data.draw(case_strategy(implementation)), data.draw(st.integers(0, LAYERS - 1))
+    case.records = [record.to(case.cache.dtype) for record in case.records]
+    case.ranges = [
+        item._replace(rope_row=NO_ROTATION, record_address=record.data_ptr())
+        for item, record in zip(case.ranges, case.records, strict=False)
+    ]
+    before = [record.clone() for record in case.records]
+    run(implementation, "scatter_kv", case, layer)
     for item, record in zip(case.ranges, case.records, strict=False):
         record[layer, :, item.src_token_start : item.src_token_start + item.num_tokens] = float("nan")
-    transfer.gather_(case.cache, case.layout, plan, layer)
+    run(implementation, "gather_kv", case, layer)
     assert all(torch.equal(a, b) for a, b in zip(before, case.records, strict=True))
+
+
+SPECIAL_VALUES = [
+    0.0,
+    -0.0,
+    math.inf,
+    -math.inf,
+    65504.0,
+    65519.9,
+    65520.0,
+    1e30,
+    6e-8,
+    2.9e-8,
+    3e-8,
+    6.1e-5,
+    1e-40,
+]
+
+
+@needs_kernels
+@pytest.mark.parametrize("isa", [kernels.BASELINE_ISA, kernels.BEST_ISA])
+@pytest.mark.parametrize("target", DTYPES, ids=str)
+@pytest.mark.parametrize("source", DTYPES, ids=str)
+def test_conversion_equals_torch_for_every_kind_of_value(
+    source: torch.dtype, target: torch.dtype, isa: int
+) -> None:
+    every_16_bit = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randint(-(2**31), 2**31, (2**15,), generator=generator).to(torch.int32).view(torch.float32)
+    special = torch.tensor(SPECIAL_VALUES)
+    values = torch.cat([every_16_bit.view(torch.float16).float(), wide, special.repeat(5), torch.zeros(31)])
+    values = values[: len(values) // 32 * 32].to(source)
+    record = values.view(1, 1, -1, 1, 32).repeat(1, 2, 1, 1, 1).contiguous()
+    tokens = record.shape[2]
+    cache = torch.zeros(1, 1, tokens, 64, dtype=target)
+    layout = gpu_layout(cache)
+    item = TransferRange(record.data_ptr(), tokens, 0, tokens, 0, 0)
+    plan = TransferPlan.build([item], [0], layout=layout, num_blocks=1, num_layers=1, storage_dtype=source)
+    arguments = transfer.op_arguments("scatter_kv", cache, layout, plan, 0, None)
+    kernels.run_on_cpu(transfer.make_job("scatter_kv", *arguments), kernels.SCATTER, isa)
+    expected = record[0, 0, :, 0].to(target)
+    for found in (cache[0, 0, :, :32], cache[0, 0, :, 32:]):
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert torch.equal(
+            found.nan_to_num(7.0, math.inf, -math.inf), expected.nan_to_num(7.0, math.inf, -math.inf)
+        )
+
+
+def test_a_missing_kernel_warns_once_and_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "cpu_library", lambda: None)
+    monkeypatch.setattr(transfer, "_warned", set())
+    cache = torch.zeros(4, 2, 32, 32)
+    record = torch.randn(2, 2, 40, 2, 16)
+    plan = TransferPlan.build(**small_case(record_address=record.data_ptr(), rope_row=NO_ROTATION))  # type: ignore[arg-type]
+    with pytest.warns(RuntimeWarning, match="make build-ext"):
+        transfer.scatter_(cache, gpu_layout(cache), plan, 1, None)
+    assert torch.equal(cache[3, :, 16:, :16], record[1, 0, 8:24].transpose(0, 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        transfer.scatter_(cache, gpu_layout(cache), plan, 0, None)
 
 
 def small_case(**changes: int) -> dict[str, object]:

@@ -1,0 +1,214 @@
+"""Seconds to move a prompt's KV between records and CPU blocks, beside `Tensor.copy_` of the same bytes.
+
+    python -m benchmarks.transfer [--tokens 6000] [--rounds 15] [--json PATH]
+
+Figures are medians over rounds; in every round each method moves the whole prompt once, all interleaved, so
+that what else the machine does falls on all of them. Ratios are medians of the per-round ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from daric_rag.engine import transfer, transfer_kernels, transfer_reference
+from daric_rag.engine.kv_layout import KVLayout, learn_cpu_layout
+from daric_rag.engine.transfer import RopeTable, TransferPlan, TransferRange
+
+SEGMENT_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's KV shape."""
+
+    name: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Records of a prompt's segments, the blocks they belong to, and what moves them."""
+
+    layout: KVLayout
+    caches: list[torch.Tensor]
+    records: list[torch.Tensor]
+    plan: TransferPlan
+    rope: RopeTable
+
+
+SHAPES = (Shape("SmolLM2-135M", 30, 3, 64), Shape("8 heads x 128", 8, 8, 128))
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PAIRS = (
+    ("float32", "float32"),
+    ("bfloat16", "bfloat16"),
+    ("float16", "float16"),
+    ("bfloat16", "float32"),
+)
+
+
+def make_prompt(
+    shape: Shape, tokens: int, block_size: int, storage: torch.dtype, dtype: torch.dtype
+) -> Prompt:
+    """A prompt of `tokens` tokens in segments, each rotated by its own Δposition, in shuffled blocks."""
+    layout = learn_cpu_layout(shape.num_kv_heads, shape.head_dim, block_size, dtype)
+    num_blocks = -(-tokens // block_size)
+    block_shape = (num_blocks, shape.num_kv_heads, block_size, 2 * shape.head_dim)
+    caches = [torch.zeros(block_shape, dtype=dtype) for _ in range(shape.num_layers)]
+    records, ranges = [], []
+    for index, start in enumerate(range(0, tokens, SEGMENT_TOKENS)):
+        count = min(SEGMENT_TOKENS, tokens - start)
+        records.append(
+            torch.randn(shape.num_layers, 2, count, shape.num_kv_heads, shape.head_dim).to(storage)
+        )
+        ranges.append(TransferRange(records[-1].data_ptr(), count, 0, count, start, 0, index))
+    angles = torch.rand(len(ranges), shape.head_dim // 2) * 6.28
+    plan = TransferPlan.build(
+        ranges,
+        torch.randperm(num_blocks),
+        layout=layout,
+        num_blocks=num_blocks,
+        num_layers=shape.num_layers,
+        storage_dtype=storage,
+    )
+    return Prompt(layout, caches, records, plan, RopeTable(angles.cos(), angles.sin(), shape.head_dim, True))
+
+
+def methods(prompt: Prompt) -> dict[str, Callable[[], None]]:
+    """Everything that is timed, by name; each moves all layers of the prompt once."""
+    layers = range(len(prompt.caches))
+    sources = [torch.empty_like(cache).copy_(cache) for cache in prompt.caches]
+
+    def copy() -> None:
+        for cache, source in zip(prompt.caches, sources, strict=True):
+            cache.copy_(source)
+
+    def each_layer(name: str) -> Callable[[], None]:
+        def run() -> None:
+            for layer in layers:
+                getattr(transfer_reference, name)(
+                    *transfer.op_arguments(
+                        name, prompt.caches[layer], prompt.layout, prompt.plan, layer, prompt.rope
+                    )
+                )
+
+        return run
+
+    def scatter() -> None:
+        for layer in layers:
+            transfer.scatter_(prompt.caches[layer], prompt.layout, prompt.plan, layer, prompt.rope)
+
+    def gather() -> None:
+        for layer in layers:
+            transfer.gather_(prompt.caches[layer], prompt.layout, prompt.plan, layer)
+
+    def rotate() -> None:
+        for layer in layers:
+            transfer.rotate_(prompt.caches[layer], prompt.layout, prompt.plan, layer, prompt.rope)
+
+    return {
+        "copy_": copy,
+        "scatter + rotate": scatter,
+        "gather": gather,
+        "rotate": rotate,
+        "scatter + rotate, pure torch": each_layer("scatter_kv"),
+    }
+
+
+def measure(prompt: Prompt, rounds: int) -> dict[str, list[float]]:
+    """Seconds of every method in every round, after one round that is thrown away."""
+    timed = methods(prompt)
+    seconds: dict[str, list[float]] = {name: [] for name in timed}
+    for round_index in range(rounds + 1):
+        for name, run in timed.items():
+            begin = time.perf_counter()
+            run()
+            if round_index > 0:
+                seconds[name].append(time.perf_counter() - begin)
+    return seconds
+
+
+def report(shape: Shape, storage: str, dtype: str, prompt: Prompt, rounds: int) -> dict[str, object]:
+    """One row of the table, as JSON keeps it."""
+    seconds = measure(prompt, rounds)
+
+    def ratio(over: str, under: str) -> float:
+        return statistics.median(a / b for a, b in zip(seconds[over], seconds[under], strict=True))
+
+    moved = sum(cache.numel() * cache.element_size() for cache in prompt.caches)
+    return {
+        "model": shape.name,
+        "storage_dtype": storage,
+        "cache_dtype": dtype,
+        "bytes": moved,
+        "seconds": {name: statistics.median(values) for name, values in seconds.items()},
+        "scatter_over_copy": ratio("scatter + rotate", "copy_"),
+        "gather_over_copy": ratio("gather", "copy_"),
+        "rotate_over_copy": ratio("rotate", "copy_"),
+        "scatter_over_pure_torch": ratio("scatter + rotate", "scatter + rotate, pure torch"),
+    }
+
+
+def print_table(rows: list[dict[str, object]]) -> None:
+    """The figures, one model and pair of dtypes a line."""
+    header = (
+        "model",
+        "storage -> cache",
+        "MB",
+        "scatter ms",
+        "/ copy_",
+        "gather / copy_",
+        "rotate / copy_",
+        "/ torch",
+    )
+    print(("{:14} {:20} {:>6} {:>11} {:>8} {:>15} {:>15} {:>8}").format(*header))
+    for row in rows:
+        seconds = row["seconds"]
+        assert isinstance(seconds, dict) and isinstance(row["bytes"], int)
+        print(
+            f"{row['model']:14} {row['storage_dtype']} -> {row['cache_dtype']:8} {row['bytes'] / 1e6:6.0f} "
+            f"{seconds['scatter + rotate'] * 1e3:11.1f} {row['scatter_over_copy']:8.2f} "
+            f"{row['gather_over_copy']:15.2f} {row['rotate_over_copy']:15.2f} "
+            f"{row['scatter_over_pure_torch']:8.2f}"
+        )
+
+
+def main() -> None:
+    """Run every model and pair of dtypes; print the table and, with --json, write it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, default=6000, help="tokens of the prompt")
+    parser.add_argument("--block-size", type=int, default=32, help="tokens a block")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds to take the median of")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    options = parser.parse_args()
+    built = transfer_kernels.cpu_library() is not None
+    print(f"CPU kernels {'built' if built else 'NOT built'}, {torch.get_num_threads()} threads")
+    rows = []
+    for shape in SHAPES:
+        for storage, dtype in PAIRS:
+            prompt = make_prompt(shape, options.tokens, options.block_size, DTYPES[storage], DTYPES[dtype])
+            rows.append(report(shape, storage, dtype, prompt, options.rounds))
+    print_table(rows)
+    if options.json:
+        figures = {
+            "kernels_built": built,
+            "threads": torch.get_num_threads(),
+            "tokens": options.tokens,
+            "rows": rows,
+        }
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
