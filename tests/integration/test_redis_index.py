@@ -21,6 +21,7 @@ from daric_rag.engine.index import (
     SegmentKey,
     Tier,
     open_index,
+    redis_link,
     redis_writer,
     root_key,
     segment_chain,
@@ -29,6 +30,8 @@ from daric_rag.engine.index.redis import RedisIndex
 from daric_rag.engine.index.redis_link import redact
 from daric_rag.errors import CacheUnavailableError, MissingExtraError
 from tests.redis_server import RedisServer, free_port
+
+pytestmark = pytest.mark.integration
 
 ROOT = root_key({"model": "m"})
 
@@ -51,11 +54,18 @@ def name(key: SegmentKey) -> str:
     return f"daric:1:s:{key.hex()}"
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true"
         time.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long time limits: on a busy machine a healthy server may be silent for longer than a request would wait."""
+    monkeypatch.setattr(redis_link, "LOOKUP_TIMEOUT_S", 30.0)
+    monkeypatch.setattr(redis_link, "BACKGROUND_TIMEOUT_S", 30.0)
 
 
 @pytest.fixture(scope="module")
@@ -237,11 +247,12 @@ def test_copies_of_an_engine_that_vanished_are_collected(
     program = f"""
 import os, sys
 from tests.integration.test_redis_index import *
+redis_link.BACKGROUND_TIMEOUT_S = 30.0
 index = RedisIndex({server.url!r})
 announce(index, chunk(1, 450)); announce(index, chunk(2), Tier.DISK); index.flush()
 os._exit(0)
 """
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2], timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2], timeout=300)
     assert len(raw.keys("daric:1:s:*")) == 453
     (owner,) = raw.zrange("daric:1:owners", 0, -1)
     raw.zadd("daric:1:owners", {owner: 1.0})
@@ -272,7 +283,7 @@ def test_namespaces_share_no_hit(make_index: MakeIndex) -> None:
     assert index.lookup([keys(chunk(1, 3, root)) for root in roots]) == [3, 0]
 
 
-GIANT = b"9" * (64 << 20)
+GIANT = b"9" * (16 << 20)
 HOSTILE: dict[str, Callable[["redis.Redis", str], object]] = {
     "string": lambda raw, key: raw.set(key, b"junk"),
     "giant string": lambda raw, key: raw.set(key, GIANT),
@@ -599,7 +610,9 @@ def test_copies_announced_while_the_server_is_away_are_found_later() -> None:
         index.close()
 
 
-def test_a_server_that_hangs_is_waited_for_once() -> None:
+def test_a_server_that_hangs_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_link, "LOOKUP_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(redis_link, "BACKGROUND_TIMEOUT_S", 1.0)
     with RedisServer() as server:
         index = RedisIndex(server.url)
         announce(index, chunk(1))
@@ -608,7 +621,7 @@ def test_a_server_that_hangs_is_waited_for_once() -> None:
         results = [index.lookup([keys(chunk(1))]) for _ in range(200)]
         assert results == [[0]] * 200
         # Of 200 look-ups one failed; what else failed are the writer's attempts to reconnect meanwhile.
-        assert index.stats().failures <= 5
+        assert index.stats().failures <= 10
         server.resume()
         wait_until(lambda: index.lookup([keys(chunk(1))]) == [3])
         index.close()

@@ -12,7 +12,18 @@ from hypothesis import strategies as st
 from daric_rag.engine.index import KEY_BYTES, SEGMENT_TOKENS, model_fingerprint, root_key, segment_chain
 
 ROOT = root_key({"model": "m"})
-TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=3 * SEGMENT_TOKENS + 5)
+# Lengths around whole segments, which lists of single tokens would hardly ever have.
+LENGTHS = st.integers(0, 3 * SEGMENT_TOKENS + 5) | st.sampled_from([256, 257, 512, 513])
+
+
+@st.composite
+def token_lists(draw: st.DrawFn) -> list[int]:
+    generator = np.random.default_rng(draw(st.integers(0, 2**32)))
+    token_ids: list[int] = generator.integers(0, 2**31, draw(LENGTHS)).tolist()
+    return token_ids
+
+
+TOKENS = token_lists()
 
 
 @given(TOKENS)
