@@ -20,7 +20,7 @@ WARM_BATCH = 16  # documents in one call of the engine
 class WarmingEngine(Protocol):
     """The part of the engine that is needed here."""
 
-    def warm(self, documents: list[str], /) -> Any:
+    def warm(self, documents: Sequence[str], *, progress: bool | None = None) -> Any:
         """Compute and store the independent KV of documents."""
 
 
@@ -136,14 +136,18 @@ class BackgroundWarmer:
 
     def _warm(self, batch: list[str]) -> None:
         try:
-            self._engine.warm(batch)
+            self._engine.warm(batch, progress=False)
             self.warmed += len(batch)
         except EngineClosedError as error:
             self._log_failure(error, len(batch))
             with self._changed:
                 self._stop()
         except Exception as error:
-            self._log_failure(error, len(batch))
+            if len(batch) == 1:
+                self._log_failure(error, 1)
+            else:  # one document, too long perhaps, must not keep the others cold
+                for text in batch:
+                    self._warm([text])
 
     def _log_failure(self, error: Exception, count: int) -> None:
         level = logging.DEBUG if self.failed else logging.WARNING

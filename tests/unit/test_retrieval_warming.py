@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections.abc import Sequence
 
 import pytest
 
@@ -22,12 +23,15 @@ class NotingEngine:
         self._error = error
         self._gate = gate
 
-    def warm(self, documents: list[str], /) -> None:
+    def warm(self, documents: Sequence[str], *, progress: bool | None = None) -> None:
+        assert progress is False  # a bar of its own thread would garble the terminal
         self.started.set()
         if self._gate is not None:
             assert self._gate.wait(WAIT)
         if self._error is not None:
             raise self._error
+        if "too long" in documents:
+            raise ValueError("a document is longer than the window")
         self.warmed += documents
         self.batches.append(len(documents))
 
@@ -99,6 +103,13 @@ def test_errors_are_logged_once_and_warming_goes_on(caplog: pytest.LogCaptureFix
         assert warmer.flush(WAIT)
     assert engine.warmed == ["good"]
     assert sum("engine broke" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_one_bad_document_does_not_keep_others_cold() -> None:
+    engine = NotingEngine()
+    with warm_in_background(["a", "too long", "b"], engine) as warmer:
+        assert warmer.flush(WAIT)
+        assert (engine.warmed, warmer.warmed, warmer.failed) == (["a", "b"], 2, 1)
 
 
 def test_closed_engine_ends_the_warmer() -> None:
