@@ -134,5 +134,7 @@ class Loader:
                 self._finish(load, outcome)
 
     def _finish(self, load: Load, outcome: Outcome) -> None:
-        load.end(failed=outcome is not Outcome.COMPLETE)
-        self._on_done(load, outcome)
+        try:
+            self._on_done(load, outcome)  # first: who is told of a failure may save the record anew at once
+        finally:
+            load.end(failed=outcome is not Outcome.COMPLETE)

@@ -75,6 +75,7 @@ class KVStore:
             self._writer = WriteBehind(
                 self._lock, self._host, self._disk, self._events, self._counts, manifest
             )
+            self._writer.start()
 
     def reserve(
         self, key: SegmentKey, parent: SegmentKey, num_tokens: int, *, namespace: str | None = None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -66,7 +67,7 @@ class WriteBehind:
         self._counts = counts
         self._manifest = manifest
         self._registered: set[str] = set()
-        self._queue: deque[SegmentKey] = deque()
+        self._queue: dict[SegmentKey, None] = {}  # in order
         self._demoted: dict[SegmentKey, WriteJob] = {}
         self._demoted_bytes = 0
         self._max_demoted_bytes = host.arena.free_list.size // MAX_DEMOTED_SHARE
@@ -78,6 +79,9 @@ class WriteBehind:
         self._refreshed_at = 0.0
         self._written_bytes = 0
         self._thread = threading.Thread(target=self._run, name="daric-kv-write", daemon=True)
+
+    def start(self) -> None:
+        """Begin, with a look at the directory."""
         self._thread.start()
 
     @property
@@ -87,13 +91,14 @@ class WriteBehind:
 
     def enqueue(self, record: HostRecord) -> None:
         """Write a complete host record some time soon."""
-        if self._disk.get(record.key) is None and len(self._queue) < MAX_QUEUED_KEYS:
-            self._queue.append(record.key)
+        if len(self._queue) < MAX_QUEUED_KEYS:
+            self._queue[record.key] = None
             self._changed.notify_all()
 
     def demote(self, record: HostRecord) -> bool:
         """Keep a record that leaves host memory; False if it is lost."""
-        if self._disk.get(record.key) is not None or record.key in self._demoted:
+        on_disk = self._disk.get(record.key) is not None and record.key not in self._queue
+        if on_disk or record.key in self._demoted:
             return True
         nbytes = record.data.nbytes
         if self.read_only and time.monotonic() < self._retry_at:
@@ -137,13 +142,19 @@ class WriteBehind:
         return not (self._busy or self._queue or self._demoted)
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):
-            update_manifest(self._disk.path, self._manifest)
-        self._refresh()
-        while (job := self._next()) is not None:
-            self._write(job)
-            if self._refresh_due():
-                self._refresh()
+        try:
+            with contextlib.suppress(OSError):
+                update_manifest(self._disk.path, self._manifest)
+            self._refresh()
+            while (job := self._next()) is not None:
+                self._write(job)
+                if self._refresh_due():
+                    self._refresh()
+        except Exception:  # the last resort: requests go on with what is in memory and on disk already
+            logger.exception("KV cache on disk: %s is not written any more", self._disk.path)
+            with self._changed:
+                self._busy, self.read_only, self._retry_at = False, True, math.inf
+                self._changed.notify_all()
 
     def _next(self) -> WriteJob | None:
         with self._changed:
@@ -162,8 +173,10 @@ class WriteBehind:
         if self._demoted:
             return next(iter(self._demoted.values()))
         while self._queue:
-            record = self._host.get(self._queue.popleft())
-            if record is None or record.state is not State.READY or self._disk.get(record.key) is not None:
+            key = next(iter(self._queue))
+            del self._queue[key]
+            record = self._host.get(key)
+            if record is None or record.state is not State.READY:
                 continue
             self._host.pin(record)
             return WriteJob(
@@ -172,8 +185,16 @@ class WriteBehind:
         return None
 
     def _write(self, job: WriteJob) -> None:
+        # Bookkeeping is not enough: whoever commits a record that should be on disk may have missed it there.
+        found = self._disk.find(job.key)
+        if found is not None and found.num_tokens == job.num_tokens:
+            self._finish(job, found)
+            return
         header = self._disk.header_of(job.key, job.parent, job.num_tokens, job.namespace)
         with self._changed:
+            known = self._disk.get(job.key)
+            if known is not None:
+                self._disk.forget(known)
             files = self._disk.make_room(header.file_nbytes)
             self._counts["disk_evictions"] += len(files or ())
         if files is None:
@@ -183,9 +204,12 @@ class WriteBehind:
             self._disk.delete(file)
         try:
             self._register(job.namespace)
-            self._finish(job, self._disk.write(header, job.data))
+            complete = self._disk.write(header, job.data)
         except OSError as error:
             self._fail(job, error)
+        else:
+            self._written(complete)
+            self._finish(job, complete)
 
     def _register(self, namespace: bytes) -> None:
         with self._changed:
@@ -198,10 +222,13 @@ class WriteBehind:
         with self._changed:
             if header is not None:
                 self._disk.adopt(header)
-                self._counts["disk_writes"] += 1
-                self._written_bytes += header.file_nbytes
-                self._recover()
             self._let_go(job)
+
+    def _written(self, header: RecordHeader) -> None:
+        with self._changed:
+            self._counts["disk_writes"] += 1
+            self._written_bytes += header.file_nbytes
+            self._recover()
 
     def _let_go(self, job: WriteJob) -> None:
         if job.record is not None:
@@ -225,7 +252,7 @@ class WriteBehind:
             self._retry_at = time.monotonic() + self._retry_s
             self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
             if job.record is not None:
-                self._queue.appendleft(job.key)
+                self._queue[job.key] = None
             self._let_go(job)
             self._changed.notify_all()
 
@@ -237,7 +264,8 @@ class WriteBehind:
         self._retry_s = FIRST_RETRY_S
         self._queue.clear()
         for record in self._host.ready():
-            self.enqueue(record)
+            if self._disk.get(record.key) is None:
+                self.enqueue(record)
 
     def _removed(self, record: WriteJob | DiskRecord) -> None:
         held = self._host.get(record.key)
