@@ -81,7 +81,11 @@ def _run(options: argparse.Namespace) -> None:
     documents = sample_documents()
     config = DaricConfig(n_avg=options.n_avg)
     print(f"{len(documents)} documents about an island that does not exist, {len(QUESTIONS)} questions.")
-    print("For each question the retriever puts the same documents into another order.\n")
+    print("For each question the retriever puts the same documents into another order.")
+    print("What happened to each token of a prompt is drawn like this:")
+    for line in _bars().legend():
+        print(f"   {line}")
+    print()
     with _step("Ordering the documents for each question"), held_back_stderr(options.verbose):
         orders = _rank(documents)
     with _step(f"Starting vLLM with {options.model}"):
@@ -137,7 +141,7 @@ def _sampling(max_tokens: int) -> Any:
 
 
 def _show(engine: DaricEngine, number: int, comparison: Comparison) -> None:
-    bars = TokenBars(min(_COLUMNS, shutil.get_terminal_size((_COLUMNS, 24)).columns), _wants_colour())
+    bars = _bars()
     layout = engine.processor.process(comparison.prompt, engine.config)
     metrics = comparison.reuse.metrics
     kinds = token_kinds(metrics, layout.bounds, layout.live)
@@ -149,16 +153,20 @@ def _show(engine: DaricEngine, number: int, comparison: Comparison) -> None:
     names = ["system prompt", *comparison.names, "question"]
     for row in bars.rows(names, layout.bounds, kinds):
         print(f"   {row}")
-    print(f"   {bars.legend(kinds)}")
     print(
         f"   {metrics.prompt_tokens} tokens: {metrics.loaded_tokens} loaded, {metrics.generated_tokens} generated, "
-        f"{metrics.recomputed_tokens} recomputed ({metrics.live_tokens} of them live), "
-        f"{metrics.engine_hit_tokens} engine hits"
+        f"{metrics.engine_hit_tokens} engine hits, {metrics.live_tokens} live; "
+        f"{metrics.recomputed_tokens - metrics.live_tokens} recomputed"
     )
     print(
         f"   time to first token: plain vLLM {plain_metrics.ttft_s:.2f} s "
         f"({plain_metrics.live_tokens} tokens computed), with reuse {metrics.ttft_s:.2f} s"
     )
+
+
+def _bars() -> TokenBars:
+    columns = min(_COLUMNS, shutil.get_terminal_size((_COLUMNS, 24)).columns)
+    return TokenBars(columns - len("   "), _wants_colour())
 
 
 def _summarise(comparisons: Sequence[Comparison]) -> None:

@@ -15,15 +15,16 @@ class TokenKind:
     """How the KV of a token came about; `mark` and `colour` (an ANSI code) draw it."""
 
     name: str
+    meaning: str
     mark: str
     colour: int
 
 
-LOADED = TokenKind("loaded from the document cache", "=", 32)
-ENGINE_HIT = TokenKind("already in vLLM's prefix cache", ".", 90)
-RECOMPUTED = TokenKind("recomputed in full context", "#", 33)
-GENERATED = TokenKind("generated and stored", "+", 34)
-LIVE = TokenKind("computed as in plain vLLM", "*", 35)
+LOADED = TokenKind("loaded", "its KV came from the document cache, rotated to its new position", "=", 32)
+RECOMPUTED = TokenKind("recomputed", "computed again, in the context of the whole prompt", "#", 33)
+GENERATED = TokenKind("generated", "computed as if nothing stood before its document, and stored", "+", 34)
+LIVE = TokenKind("live", "computed once, in the context of the whole prompt, as in plain vLLM", "*", 35)
+ENGINE_HIT = TokenKind("engine hit", "vLLM's own prefix cache had it", ".", 90)
 KINDS = (LOADED, RECOMPUTED, GENERATED, LIVE, ENGINE_HIT)
 
 _BLOCK = "█"
@@ -72,9 +73,9 @@ class TokenBars:
         room = max(1, self.columns - _NAME_WIDTH - 8)
         return max(1, -(-max((end - start for start, end in bounds), default=1) // room))
 
-    def legend(self, kinds: Sequence[TokenKind]) -> str:
-        """The kinds that occur, with their marks."""
-        return "   ".join(f"{self._draw(kind, 1)} {kind.name}" for kind in KINDS if kind in kinds)
+    def legend(self) -> list[str]:
+        """All kinds, with their marks and meanings."""
+        return [f"{self._draw(kind, 2)} {kind.name:<10} {kind.meaning}" for kind in KINDS]
 
     def _bar(self, kinds: Sequence[TokenKind], scale: int) -> str:
         """A mark shows what most of its tokens are."""

@@ -1,0 +1,190 @@
+"""The commands as a newcomer runs them: real processes, the real model."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.integration
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 400
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory) -> dict[str, str]:
+    """The prepared model is shared with the user's cache; what the commands store is not."""
+    cache = tmp_path_factory.mktemp("cache") / "daric_rag"
+    cache.mkdir()
+    from daric_rag.models import models_directory, resolve_model
+
+    resolve_model("smollm2-135m")
+    (cache / "models").symlink_to(models_directory())
+    return {**os.environ, "XDG_CACHE_HOME": str(cache.parent), "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("docs")
+    samples = ROOT / "daric_rag" / "sample_documents"
+    for name in ("ferry.txt", "lighthouse.txt", "bakery.txt"):
+        (path / name).write_bytes((samples / name).read_bytes())
+    (path / "picture.png").write_bytes(b"\x89PNG\0\xff")
+    return path
+
+
+@pytest.fixture(scope="module")
+def prewarmed(environment, folder, tmp_path_factory) -> Path:
+    """Where `examples/prewarm.py` put index and KV of the folder."""
+    target = tmp_path_factory.mktemp("prewarmed")
+    done = finished(environment, "examples/prewarm.py", str(folder), "--to", str(target))
+    assert done.returncode == 0, done.stderr
+    assert "skipped picture.png: binary" in done.stdout
+    assert int(re.search(r"computed (\d+) tokens now", done.stdout)[1]) > 400
+    return target
+
+
+def finished(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=PATIENCE_S,
+    )
+
+
+def started(environment: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
+    """In a process group of its own, as a shell starts it; Ctrl-C goes to the group."""
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        env=environment,
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+
+
+@pytest.fixture
+def killed() -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that must not outlive a failed test."""
+    processes: list[subprocess.Popen[str]] = []
+    yield processes
+    for process in processes:
+        if process.poll() is None:
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.kill()
+            process.kill()
+        process.communicate()
+
+
+def test_prewarming_again_does_nothing(environment, folder, prewarmed):
+    files = {file: file.stat().st_mtime_ns for file in prewarmed.rglob("*") if file.is_file()}
+    again = finished(environment, "examples/prewarm.py", str(folder), "--to", str(prewarmed))
+    assert again.returncode == 0
+    assert "Nothing to do: 3 files" in again.stdout
+    assert files == {file: file.stat().st_mtime_ns for file in prewarmed.rglob("*") if file.is_file()}
+
+
+def test_warm_computes_nothing_that_another_process_stored(environment, folder, prewarmed):
+    warm = finished(
+        environment, "-m", "daric_rag.cli", "warm", str(folder), "--disk", str(prewarmed / "kv"), "--json"
+    )
+    assert warm.returncode == 0, warm.stderr
+    summary = json.loads(warm.stdout)
+    assert (summary["files"], summary["documents"], summary["cached_documents"]) == (3, 3, 3)
+    assert summary["generated_tokens"] == 0
+    assert summary["disk_bytes"] > 0
+    assert summary["skipped_files"] == [{"name": "picture.png", "reason": "binary"}]
+    # Nothing of vLLM's own messages.
+    assert warm.stderr.splitlines() == [
+        "skipped picture.png: binary",
+        "Starting vLLM with smollm2-135m …",
+    ]
+
+
+def test_ask_answers_line_by_line_until_ctrl_c(environment, folder, prewarmed, killed):
+    command = ["ask", "--docs", str(folder), "--disk", str(prewarmed / "kv"), "-k", "3"]
+    process = started(environment, "-m", "daric_rag.cli", *command, "--max-tokens", "8", "--json")
+    killed.append(process)
+    answers = []
+    for question in ("Who built the lighthouse?", "Who owns the bakery?"):
+        process.stdin.write(f"{question}\n")
+        process.stdin.flush()
+        answers.append(json.loads(process.stdout.readline()))
+    children = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+
+    assert process.returncode == 130
+    assert "Traceback" not in stderr
+    assert children
+    assert not psutil.wait_procs(children, timeout=10)[1]
+    assert [answer["question"] for answer in answers] == ["Who built the lighthouse?", "Who owns the bakery?"]
+    assert [answer["sources"][0]["id"] for answer in answers] == ["lighthouse.txt", "bakery.txt"]
+    for answer in answers:
+        metrics = answer["metrics"]
+        assert answer["answer"]
+        assert answer["reused_tokens"] == metrics["loaded_tokens"] + metrics["engine_hit_tokens"]
+        # Another process stored the documents; the system prompt is new the first time.
+        assert metrics["loaded_tokens"] >= 400
+    assert answers[1]["metrics"]["generated_tokens"] == 0
+
+
+@pytest.mark.parametrize("to_group", [True, False])
+def test_ctrl_c_while_the_engine_starts(environment, folder, killed, to_group):
+    process = started(environment, "-m", "daric_rag.cli", "warm", str(folder), "--no-disk")
+    killed.append(process)
+    deadline = time.monotonic() + PATIENCE_S
+    # vLLM's first process is there: the start is well under way.
+    while not (children := psutil.Process(process.pid).children(recursive=True)):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.2)
+    (os.killpg if to_group else os.kill)(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "Traceback" not in stderr
+    assert not psutil.wait_procs(children, timeout=30)[1]
+
+
+def test_the_demo_reuses_every_document_in_another_order(environment):
+    demo = finished(environment, "-m", "daric_rag.demo")
+    assert demo.returncode == 0, demo.stderr
+    assert demo.stderr == ""
+    assert "\x1b" not in demo.stdout
+    assert max(map(len, demo.stdout.splitlines())) <= 100
+    counts = re.findall(r"(\d+) tokens: (\d+) loaded, (\d+) generated, (\d+) engine hits", demo.stdout)
+    (cold, *warm) = [tuple(map(int, count)) for count in counts]
+    assert cold[1] == 0 and cold[2] > 1500
+    assert len(warm) == 2
+    for prompt, loaded, generated, hits in warm:
+        assert generated == 0
+        # The system prompt is the only thing that vLLM's own prefix cache can have.
+        assert hits == 32 and prompt - loaded - hits < 32
+    orders = re.findall(r"system prompt.*?question ", demo.stdout, re.DOTALL)
+    names = [re.findall(r"(\w+\.txt)", order) for order in orders]
+    assert len(names) == 3 and names[0] != names[1] != names[2] != names[0]
+    assert set(names[0]) == set(names[1]) == set(names[2])
+
+
+def test_the_code_in_the_readme_runs(environment, tmp_path):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(from vllm.*?)```", readme, re.DOTALL)
+    (tmp_path / "example.py").write_text(code)
+    done = finished(environment, str(tmp_path / "example.py"))
+    assert done.returncode == 0, done.stderr
+    answers = [line for line in done.stdout.splitlines() if re.search(r" 96 \d+\.\d+$", line)]
+    assert len(answers) == 2
