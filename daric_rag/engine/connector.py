@@ -197,7 +197,8 @@ class DaricConnector(KVConnectorBase_V1):
         self._worker.register_kv_caches(kv_caches)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Loads were prepared before the pass, by the worker."""
+        """Start what the worker prepared before the pass."""
+        self._worker.start_pass()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Write the loaded chunks of one layer into their blocks, just before its attention reads them."""

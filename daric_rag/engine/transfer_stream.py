@@ -1,4 +1,4 @@
-"""Layer-wise transfers beside the forward pass: a side stream with an event per layer (CUDA), in line on CPU."""
+"""Layer-wise transfers beside the forward pass: a side stream and an event per layer on CUDA, in line on CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class LayerStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._events: dict[int, Any] = {}
 
     def begin(self) -> None:

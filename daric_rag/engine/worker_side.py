@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +35,7 @@ from daric_rag.engine.transfer import (
     rotate_,
     scatter_,
 )
+from daric_rag.engine.transfer_stream import LayerStream
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -88,6 +90,7 @@ class WorkerSide:
         self._layer_numbers: dict[str, int] = {}
         self._layout: KVLayout | None = None
         self._store: KVStore | None = None
+        self._stream: LayerStream | None = None
         self.in_step = False
         self._pass = _NOTHING
         self._transfer_s = 0.0
@@ -119,6 +122,7 @@ class WorkerSide:
             self._layout = learn_cpu_layout(num_kv_heads, width // 2, block_size, first.dtype)
         else:
             self._layout = gpu_layout(first)
+            self._stream = LayerStream(first.device)
         spec = RecordSpec(len(names), num_kv_heads, width // 2, self._dtype)
         parallel = self._vllm_config.parallel_config
         self._store = open_store(
@@ -146,15 +150,17 @@ class WorkerSide:
 
     # ---- one step ----
 
-    def begin_step(self, plans: Iterable[StepPlan]) -> StepWork:
+    def begin_step(self, plans: Sequence[StepPlan]) -> StepWork:
         """Pin what can be loaded and decide, chunk by chunk, between load, generation and full context."""
         self.in_step = True
         work = StepWork()
-        for plan in plans:
+        # All reads are under way before the first is waited for.
+        pinned = [[self._acquire(chunk) for chunk in plan.chunks] for plan in plans]
+        for plan, chunk_handles in zip(plans, pinned, strict=True):
             report = work.reports.setdefault(plan.request_id, RequestReport())
             live = list(plan.live)
-            for chunk in plan.chunks:
-                self._sort_chunk(work, plan, chunk, live, report)
+            for chunk, (first, handles) in zip(plan.chunks, chunk_handles, strict=True):
+                self._sort_chunk(work, LoadedChunk(plan, chunk, first, tuple(handles)), live, report)
             ranges = union(plan.recompute, live)
             report.live_tokens += total(union(live))
             report.recomputed_tokens += total(ranges)
@@ -163,17 +169,36 @@ class WorkerSide:
                 work.recomputations.append(Recomputation(plan, tuple(ranges)))
         return work
 
-    def _sort_chunk(
-        self, work: StepWork, plan: StepPlan, chunk: ChunkWork, live: list[TokenRange], report: RequestReport
-    ) -> None:
+    def _acquire(self, chunk: ChunkWork) -> tuple[int, list[ReadHandle]]:
+        """Pin the segments that the plan counts on: the first one to be written, and their handles in order."""
         first = next(
             (n for n, segment in enumerate(chunk.segments) if chunk.start + segment.end > chunk.write_from), 0
         )
-        wanted = chunk.segments[first : chunk.num_cached]
-        handles = self._acquire(wanted)
-        report.failed_segments += len(wanted) - len(handles)
-        loaded = LoadedChunk(plan, chunk, first, tuple(handles))
-        if first + len(handles) == len(chunk.segments):
+        handles: list[ReadHandle] = []
+        for segment in chunk.segments[first : chunk.num_cached]:
+            handle = self.store.acquire(segment.key)
+            if handle is None:
+                break
+            handles.append(handle)
+        return first, handles
+
+    def _verified(self, loaded: LoadedChunk) -> LoadedChunk:
+        """Wait for the chunk's bytes; from the first damaged segment on its pins are given back."""
+        num_layers = len(self._caches)
+        segments = loaded.chunk.segments[loaded.first_segment :]
+        for number, (segment, handle) in enumerate(zip(segments, loaded.handles, strict=False)):
+            if handle.num_tokens != segment.num_tokens or not all(map(handle.wait, range(num_layers))):
+                self._release(loaded.handles[number:])
+                return replace(loaded, handles=loaded.handles[:number])
+        return loaded
+
+    def _sort_chunk(
+        self, work: StepWork, pinned: LoadedChunk, live: list[TokenRange], report: RequestReport
+    ) -> None:
+        loaded = self._verified(pinned)
+        plan, chunk, handles = loaded.plan, loaded.chunk, loaded.handles
+        report.failed_segments += max(0, chunk.num_cached - loaded.first_segment - len(handles))
+        if loaded.first_segment + len(handles) == len(chunk.segments):
             work.loads.append(loaded)
             report.loaded_tokens += chunk.end - chunk.write_from
         elif chunk.write_from > chunk.start:
@@ -188,23 +213,6 @@ class WorkerSide:
             work.generations.append(Generation(plan, chunk, num_loaded))
             report.loaded_tokens += num_loaded
             report.generated_tokens += chunk.end - chunk.start - num_loaded
-
-    def _acquire(self, segments: Sequence[Segment]) -> list[ReadHandle]:
-        """Pin the leading segments that are really there, verified."""
-        handles: list[ReadHandle] = []
-        for segment in segments:
-            handle = self.store.acquire(segment.key)
-            if handle is None:
-                break
-            handles.append(handle)
-        num_layers = len(self._caches)
-        for number, handle in enumerate(handles):
-            if handle.num_tokens != segments[number].num_tokens or not all(
-                map(handle.wait, range(num_layers))
-            ):
-                self._release(handles[number:])
-                return handles[:number]
-        return handles
 
     def _release(self, handles: Iterable[ReadHandle]) -> None:
         for handle in handles:
@@ -257,14 +265,28 @@ class WorkerSide:
 
     def load_without_forward(self) -> None:
         """Do the prepared loads at once: the step has no forward pass."""
-        for name in self._layer_numbers:
-            self.before_layer(name)
+        for layer in range(len(self._caches)):
+            self._load_layer(layer)
+
+    def start_pass(self) -> None:
+        """Hook: the forward pass is about to begin. On a GPU its loads run beside it, on a stream of their own."""
+        if self._stream is not None and self._pass.scatter is not None:
+            self._stream.begin()
+            for layer in range(len(self._caches)):
+                self._stream.submit(layer, partial(self._load_layer, layer))
 
     def before_layer(self, layer_name: str) -> None:
         """Hook: the layer's K and V of this pass are written, its attention has not run."""
         if self._pass.scatter is not None:
-            started = time.perf_counter()
             layer = self._layer_numbers[layer_name]
+            if self._stream is not None:
+                self._stream.wait(layer)
+            else:
+                self._load_layer(layer)
+
+    def _load_layer(self, layer: int) -> None:
+        if self._pass.scatter is not None:
+            started = time.perf_counter()
             scatter_(self._caches[layer], self._get_layout(), self._pass.scatter, layer, self._pass.rope)
             self._transfer_s += time.perf_counter() - started
 
@@ -278,6 +300,10 @@ class WorkerSide:
 
     def finish_pass(self) -> float:
         """Make saved records visible; return the seconds spent loading."""
+        if self._stream is not None:
+            # Records are read and written by the device: neither is over when Python gets here.
+            torch.cuda.current_stream().synchronize()
+            self._stream.synchronize()
         for handle, _ in self._saving:
             self.store.commit(handle)
         self._saving.clear()

@@ -1,0 +1,1 @@
+"""LangChain and LlamaIndex objects over `DaricEngine`; each module needs its own extra."""

@@ -1,0 +1,186 @@
+"""Plans cover every token once, in order, whatever the steps and hits are."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from daric_rag.engine.index.base import IndexEntry, Tier
+from daric_rag.engine.index.keys import root_key
+from daric_rag.engine.index.memory import MemoryIndex
+from daric_rag.engine.plan import ChunkLayout, RequestPlan, StepPlan, clip
+from daric_rag.engine.scheduler_side import SchedulerSide
+from daric_rag.engine.selection import SelectionSettings
+from daric_rag.engine.storage.base import StoreEvent
+from daric_rag.engine.token_ranges import total, union
+
+BLOCK = 32
+ROOT = root_key({"model": "test"})
+
+
+def make_layout(sizes: list[int], live: list[bool], strategy: str = "daric") -> ChunkLayout:
+    """Chunks of `sizes` blocks, the last one 5 tokens longer and live."""
+    bounds, position = [], 0
+    for number, size in enumerate(sizes):
+        end = position + size * BLOCK + (5 if number == len(sizes) - 1 else 0)
+        bounds.append((position, end))
+        position = end
+    flags = (*live[: len(sizes) - 1], True)
+    return ChunkLayout(tuple(bounds), flags, SelectionSettings(strategy=strategy, n_avg=8))
+
+
+LAYOUTS = st.builds(
+    make_layout,
+    st.lists(st.integers(1, 12), min_size=1, max_size=7),
+    st.lists(st.booleans(), min_size=7, max_size=7),
+    st.sampled_from(["daric", "epic", "none", "all"]),
+)
+
+
+def make_plan(layout: ChunkLayout, hit_depths: list[int]) -> RequestPlan:
+    plan = RequestPlan.make("r", layout, range(layout.bounds[-1][1]), ROOT)
+    depths = [min(depth, len(chain)) for depth, chain in zip(hit_depths, plan.chains(), strict=False)]
+    plan.set_cached(depths)
+    return plan
+
+
+@given(LAYOUTS, st.lists(st.integers(0, 3), min_size=7, max_size=7), st.integers(0, 9), st.data())
+def test_steps_cover_the_prompt(
+    layout: ChunkLayout, depths: list[int], prefix_blocks: int, data: st.DataObject
+) -> None:
+    plan = make_plan(layout, depths)
+    num_tokens = plan.num_tokens
+    prefix = min(prefix_blocks * BLOCK, (num_tokens - 1) // BLOCK * BLOCK)
+    plan.begin(prefix)
+    steps: list[StepPlan] = []
+    covered = prefix
+    while covered < num_tokens:
+        covered += data.draw(st.integers(1, num_tokens - covered))
+        steps.append(plan.advance(covered, range(-(-covered // BLOCK))))
+    assert [step.is_final for step in steps] == [False] * (len(steps) - 1) + [True]
+    written = [(chunk.write_from, chunk.end) for step in steps for chunk in step.chunks]
+    live = [piece for step in steps for piece in step.live]
+    assert union(written, live) == [(prefix, num_tokens)]
+    assert total(written) + total(live) == num_tokens - prefix
+    recomputed = [piece for step in steps for piece in step.recompute]
+    assert all(end <= start for (_, end), (start, _) in pairwise(recomputed))
+    assert recomputed[-1][1] == num_tokens
+    assert total(union(live, recomputed)) == total(recomputed)
+    for step in steps:
+        # A step touches nothing that has no blocks yet.
+        blocks = len(step.block_ids) * BLOCK
+        assert all(chunk.end <= blocks for chunk in step.chunks)
+        assert all(end <= blocks for _, end in step.recompute)
+
+
+@given(LAYOUTS, st.lists(st.integers(0, 3), min_size=7, max_size=7))
+def test_contiguous_hit_is_an_unbroken_prefix(layout: ChunkLayout, depths: list[int]) -> None:
+    plan = make_plan(layout, depths)
+    hit = plan.num_contiguous_hit_tokens(BLOCK)
+    assert hit % BLOCK == 0 and hit < plan.num_tokens
+    broken = next((chunk.start for chunk in plan.chunks if not chunk.is_cached), plan.num_tokens - 1)
+    assert hit == broken // BLOCK * BLOCK
+
+
+def test_first_chunk_is_never_recomputed_unless_all() -> None:
+    for strategy, first in (("daric", BLOCK * 2), ("epic", BLOCK * 2), ("all", 0)):
+        plan = make_plan(make_layout([2, 3, 1], [False] * 3, strategy), [0, 0])
+        plan.begin(0)
+        assert plan.recompute[0][0] >= first
+
+
+def test_generated_tokens_of_a_resumed_request_are_live() -> None:
+    layout = make_layout([1, 2, 1], [False] * 3)
+    end = layout.bounds[-1][1]
+    plan = RequestPlan.make("r", layout, range(end + 7), ROOT)
+    assert plan.chunks[-1].end == end + 7 and plan.chunks[-1].live
+    cached_query = ChunkLayout(layout.bounds, (False,) * 3, layout.selection)
+    plan = RequestPlan.make("r", cached_query, range(end + 7), ROOT)
+    assert [(chunk.start, chunk.end, chunk.live) for chunk in plan.chunks][-1] == (end, end + 7, True)
+
+
+def test_layout_survives_its_travel() -> None:
+    layout = make_layout([1, 2, 1], [False, True, False])
+    values = layout.to_extra_args()
+    assert ChunkLayout.from_extra_args(values, layout.bounds[-1][1], BLOCK) == layout
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"bounds": []}, "0 bounds"),
+        ({"bounds": [[0, 32], [64, 133]]}, "starts at 32"),
+        ({"bounds": [[0, 31], [31, 133]]}, "block boundary"),
+        ({"bounds": [[0, 32], [32, 100]]}, "133 tokens"),
+        ({"live": [True]}, "live flags"),
+        ({"n_avg": 0}, "n_avg"),
+        ({"strategy": 5}, "strategy"),
+        ({"bounds": "x"}, "malformed|not enough|invalid"),
+        ({"ratio": None}, "ratio"),
+    ],
+)
+def test_hostile_layouts_are_refused(change: dict[str, object], words: str) -> None:
+    layout = ChunkLayout(((0, 32), (32, 133)), (False, True), SelectionSettings())
+    with pytest.raises(ValueError, match=words):
+        ChunkLayout.from_extra_args({**layout.to_extra_args(), **change}, 133, BLOCK)
+
+
+def test_clip() -> None:
+    assert clip([(0, 5), (7, 9), (12, 20)], (3, 13)) == [(3, 5), (7, 9), (12, 13)]
+
+
+def scheduler() -> SchedulerSide:
+    return SchedulerSide(MemoryIndex(), BLOCK)
+
+
+def look_up(side: SchedulerSide, name: str, layout: ChunkLayout, prefix: int = 0) -> int:
+    return side.num_external_tokens(name, layout, range(layout.bounds[-1][1]), prefix, ROOT)
+
+
+def test_scheduler_side_reports_what_the_index_holds() -> None:
+    side = scheduler()
+    layout = make_layout([2, 10, 1], [False] * 3)
+    assert look_up(side, "a", layout) == 0
+    plan = RequestPlan.make("x", layout, range(layout.bounds[-1][1]), ROOT)
+    segments = [segment for chunk in plan.chunks for segment in chunk.segments]
+    events = [
+        StoreEvent("added", segment.key, segment.parent, segment.num_tokens, "host") for segment in segments
+    ]
+    side.apply(events[:2], ROOT)
+    assert look_up(side, "b", layout) == 2 * BLOCK  # the second chunk lacks its second segment
+    side.apply(events[2:], ROOT)
+    assert look_up(side, "c", layout) == 12 * BLOCK
+    assert look_up(side, "c", layout, prefix=5 * BLOCK) == 7 * BLOCK
+    removed = segments[-1]
+    side.apply([StoreEvent("removed", removed.key, removed.parent, removed.num_tokens, "host")], ROOT)
+    assert look_up(side, "d", layout) == 2 * BLOCK
+    assert side.index.lookup([[segments[0].key]]) == [1]
+    for name in "abcd":
+        side.finished(name)
+    assert side.num_tracked == 0
+
+
+def test_unfilled_blocks_of_another_request_are_not_trusted() -> None:
+    side = scheduler()
+    layout = make_layout([1, 8, 1], [False] * 3)
+    look_up(side, "first", layout)
+    blocks = list(range(100, 106))
+    step = side.step("first", blocks, 6 * BLOCK, starts=True)
+    assert not step.is_final and step.chunks[-1].end == BLOCK  # the second chunk is covered in part
+    look_up(side, "second", layout, prefix=6 * BLOCK)
+    second = side.step("second", [*blocks, 200, 201, 202, 203, 204], layout.bounds[-1][1], starts=True)
+    assert second.chunks[0].write_from == BLOCK
+    hits, unfilled = side.finished("first")
+    assert list(unfilled) == blocks[1:]
+    assert hits is not None
+    look_up(side, "third", layout, prefix=6 * BLOCK)
+    third = side.step("third", [*blocks, 300, 301, 302, 303, 304], layout.bounds[-1][1], starts=True)
+    assert third.chunks[0].write_from == 6 * BLOCK
+
+
+def test_index_entry_of_scheduler_events_is_checked() -> None:
+    with pytest.raises(ValueError, match="key"):
+        IndexEntry(b"short", ROOT, 5, Tier.HOST, ROOT)
