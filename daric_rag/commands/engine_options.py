@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 DEFAULT_DISK_GIB = 4.0
+MAX_DISK_GIB = 1e9  # infinity is no whole number of bytes
 
 
 def cache_directory() -> Path:
@@ -79,7 +80,7 @@ def make_config(options: argparse.Namespace) -> DaricConfig:
     """The configuration of a command. Raises `ValueError` in one line."""
     values: dict[str, Any] = {
         "disk_path": None if options.no_disk else options.disk or default_disk_path(),
-        "disk_bytes": int(options.disk_gib * GIB),
+        "disk_bytes": int(min(options.disk_gib, MAX_DISK_GIB) * GIB),
         "index": options.index,
         "namespace": options.namespace,
     }
@@ -97,6 +98,7 @@ def one_line(error: ValidationError) -> str:
     for item in error.errors(include_url=False, include_context=False):
         message = item["msg"].removeprefix("Value error, ")
         name = ".".join(map(str, item["loc"]))
+        # Without a name it is about several options at once, and the input is all of them.
         messages.append(message if name in message else f"{name}={item['input']!r}: {message}")
     return "; ".join(messages)
 

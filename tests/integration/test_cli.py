@@ -1,5 +1,6 @@
 """The commands as a newcomer runs them: real processes, the real model."""
 
+import contextlib
 import json
 import os
 import re
@@ -12,6 +13,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from daric_rag import DaricEngine, cli
+from daric_rag.engine.index.base import IndexEntry, Tier
+from daric_rag.engine.index.opening import open_index, shared_disk_id
+from tests.redis_server import RedisServer
+from tests.storage_support import ROOT as KEY_ROOT
+from tests.storage_support import key_of, open_store, record_files, save
 
 pytestmark = pytest.mark.integration
 
@@ -188,3 +196,48 @@ def test_the_code_in_the_readme_runs(environment, tmp_path):
     assert done.returncode == 0, done.stderr
     answers = [line for line in done.stdout.splitlines() if re.search(r" 96 \d+\.\d+$", line)]
     assert len(answers) == 2
+
+
+def test_ask_prints_answer_and_sources_on_stdout_and_counts_on_stderr(
+    engine: DaricEngine, folder, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cli, "_end_on_sigterm", lambda: None)
+    monkeypatch.setattr("daric_rag.commands.ask.start_engine", lambda *_: contextlib.nullcontext(engine))
+    question = "When does the first ferry leave?"
+    arguments = ["ask", "--docs", str(folder), "-k", "2", "--max-tokens", "6", "--no-disk", question]
+    outputs = []
+    for _ in range(2):
+        assert cli.main(arguments) == 0
+        outputs.append(capsys.readouterr())
+    answers = [output.out.split("\n\nSources\n")[0] for output in outputs]
+    assert answers[0].strip()
+    assert "  1. ferry.txt  (similarity 0." in outputs[0].out
+    assert "skipped picture.png: binary" in outputs[0].err
+    reused, prompt = re.search(r"reused (\d+) of (\d+) prompt tokens", outputs[1].err).groups()
+    # All but the question, which is shorter than a block.
+    assert int(prompt) - 32 <= int(reused) < int(prompt)
+    assert len([*(tmp_path / "daric_rag" / "libraries").iterdir()]) == 1
+
+
+def test_cache_verify_repairs_the_shared_index(tmp_path, capsys):
+    path = tmp_path / "kv"
+    store = open_store(path)
+    keys = [key_of(number) for number in range(3)]
+    assert all(save(store, key) for key in keys) and store.flush(10)
+    store.close()
+    file = next(file for file in record_files(path) if file.stem == keys[1].hex())
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with RedisServer() as server:
+        index = open_index(server.url, shared_disk_id=shared_disk_id(path))
+        index.insert([IndexEntry(key, KEY_ROOT, 16, Tier.DISK, KEY_ROOT) for key in keys])
+        index.flush()
+        assert cli.main(["cache", "verify", "--disk", str(path), "--index", server.url, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["removed_keys"] == [keys[1].hex()]
+        # Another engine on this folder.
+        other = open_index(server.url, shared_disk_id=shared_disk_id(path))
+        assert other.lookup([[key] for key in keys]) == [1, 0, 1]
+        assert cli.main(["cache", "stats", "--disk", str(path), "--index", server.url, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["shared_index"] == {"segments": 2}
+        other.close()
+        index.close()
