@@ -49,7 +49,7 @@ def test_processes_that_write_the_same_segments(tmp_path: Path) -> None:
 
 def check_full_disk(result: dict[str, Any], path: Path) -> None:
     assert result["served"], "requests go on"
-    assert result["read_only"] and result["write_errors"] >= 1
+    assert result["read_only"] and result["write_errors"] >= 3
     assert result["files_when_full"] == 1 and result["still_read"]
     assert len(result["warnings"]) == 1 and str(path) in result["warnings"][0]
     assert result["recovered"]
