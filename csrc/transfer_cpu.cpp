@@ -40,15 +40,15 @@ struct ItemRunner {
 // Returns 0, or 1 if memory for scratch ran out. `isa`: 0 baseline, 1 the best this CPU has.
 DARIC_EXPORT int daric_transfer_cpu(const daric::Job* job, int64_t op, int64_t threads, int64_t isa) {
   const daric::Run run = daric::pick(isa);
-  const int64_t units = job->num_pieces * job->num_kv_heads;
-  const int64_t unit_bytes = job->block_size * job->head_dim * 2 * daric::dtype_size(job->cache_dtype);
-  const int64_t worth = units * unit_bytes / (64 * 1024);  // waking a thread costs more than moving 64 KiB
+  const int64_t pieces = job->num_pieces;
+  const int64_t piece_bytes = job->block_size * job->num_kv_heads * job->head_dim * 2 * daric::dtype_size(job->cache_dtype);
+  const int64_t worth = pieces * piece_bytes / (64 * 1024);  // waking a thread costs more than moving 64 KiB
   const int64_t workers = threads < 1 || worth <= 1 ? 1 : (threads < worth ? threads : worth);
   int failed = 0;
 #pragma omp parallel for num_threads(workers) schedule(static) reduction(| : failed) if (workers > 1)
   for (int64_t worker = 0; worker < workers; ++worker) {
     try {
-      run(*job, op, units * worker / workers, units * (worker + 1) / workers);
+      run(*job, op, pieces * worker / workers, pieces * (worker + 1) / workers);
     } catch (const std::exception&) {
       failed |= 1;
     }

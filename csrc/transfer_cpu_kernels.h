@@ -1,112 +1,116 @@
 // The CPU kernels. Included once per instruction set by transfer_cpu_*.cpp, which define DARIC_ISA (a namespace) and,
 // for AVX2, DARIC_AVX2, after a pragma that switches code generation.
 //
-// A work unit is one head of one piece. Keys pass through `rows`, a scratch of [tokens, head_dim] in the cache's dtype
-// that stays in L1: record -> rows (converted, rotated) -> packed area, and back.
+// Record rows are read and written in the order in which they lie. Packed keys pass through a scratch of rows in the
+// cache's dtype: record -> rows (converted, rotated) -> packed area, and back.
 
 namespace daric {
 namespace DARIC_ISA {
 
-template <class S>
-void widen(const S* source, float* target, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) target[i] = to_float(source[i]);
-}
-
-template <class T>
-void narrow(const float* source, T* target, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) from_float(source[i], target[i]);
-}
-
 #ifdef DARIC_AVX2
-template <>
-void widen<Half>(const Half* source, float* target, int64_t count) {
-  int64_t i = 0;
-  for (; i + 8 <= count; i += 8) {
-    __m128i packed = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + i));
-    _mm256_storeu_ps(target + i, _mm256_cvtph_ps(packed));
-  }
-  for (; i < count; ++i) target[i] = to_float(source[i]);
+constexpr int64_t kLanes = 8;
+
+inline __m256 load8(const float* source) { return _mm256_loadu_ps(source); }
+
+inline __m256 load8(const Half* source) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source)));
 }
 
-template <>
-void narrow<BFloat16>(const float* source, BFloat16* target, int64_t count) {
-  const __m256i one = _mm256_set1_epi32(1), bias = _mm256_set1_epi32(0x7FFF), nan = _mm256_set1_epi32(0x7FC0);
-  int64_t i = 0;
-  for (; i + 16 <= count; i += 16) {
-    __m256i packed[2];
-    for (int part = 0; part < 2; ++part) {
-      const __m256 value = _mm256_loadu_ps(source + i + 8 * part);
-      const __m256i bits = _mm256_castps_si256(value);
-      const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), one);
-      const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, bias)), 16);
-      const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
-      packed[part] = _mm256_blendv_epi8(rounded, nan, is_nan);
-    }
-    const __m256i both = _mm256_permute4x64_epi64(_mm256_packus_epi32(packed[0], packed[1]), 0xD8);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(target + i), both);
-  }
-  for (; i < count; ++i) from_float(source[i], target[i]);
+inline __m256 load8(const BFloat16* source) {
+  const __m128i packed = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(packed), 16));
 }
 
-template <>
-void narrow<Half>(const float* source, Half* target, int64_t count) {
-  int64_t i = 0;
-  for (; i + 8 <= count; i += 8) {
-    __m128i packed = _mm256_cvtps_ph(_mm256_loadu_ps(source + i), _MM_FROUND_TO_NEAREST_INT);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(target + i), packed);
-  }
-  for (; i < count; ++i) from_float(source[i], target[i]);
+inline void store8(__m256 value, float* target) { _mm256_storeu_ps(target, value); }
+
+inline void store8(__m256 value, Half* target) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(target), _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
+}
+
+inline void store8(__m256 value, BFloat16* target) {
+  const __m256i bits = _mm256_castps_si256(value);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i up = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF));
+  const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, up), 16);
+  const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
+  const __m256i wide = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7FC0), is_nan);
+  const __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(target), packed);
 }
 #endif
 
 template <class S, class T>
-struct Convert {
-  static void row(const S* source, T* target, float* wide, int64_t count) {
-    widen(source, wide, count);
-    narrow(wide, target, count);
-  }
-};
+void convert(const S* source, T* target, int64_t count) {
+  int64_t i = 0;
+#ifdef DARIC_AVX2
+  for (; i + kLanes <= count; i += kLanes) store8(load8(source + i), target + i);
+#endif
+  for (; i < count; ++i) from_float(to_float(source[i]), target[i]);
+}
 
+// Same dtype: bytes as they are (a NaN keeps its payload). Rows are short, so that a call of memcpy would show.
 template <class T>
-struct Convert<T, T> {
-  static void row(const T* source, T* target, float*, int64_t count) {
-    memcpy(target, source, count * sizeof(T));
+void convert(const T* source, T* target, int64_t count) {
+  constexpr int64_t kStep = 64 / sizeof(T);
+  int64_t i = 0;
+  for (; i + kStep <= count; i += kStep) memcpy(target + i, source + i, 64);
+  if (i < count) memcpy(target + i, source + i, (count - i) * sizeof(T));
+}
+
+// Float32 rows, GPT-J style (dims 2i and 2i + 1 are a pair), in place.
+inline void rotate_interleaved(const float* cos, const float* sin, int64_t half, float* row) {
+  for (int64_t i = 0; i < half; ++i) {
+    float x = row[2 * i], y = row[2 * i + 1];
+    row[2 * i] = x * cos[i] - y * sin[i];
+    row[2 * i + 1] = y * cos[i] + x * sin[i];
   }
+}
+
+// NeoX style (dims i and i + half are a pair), converted on the way; `target` may be `source`.
+template <class S, class T>
+void rotate_halves(const float* cos, const float* sin, int64_t half, const S* source, T* target) {
+  int64_t i = 0;
+#ifdef DARIC_AVX2
+  for (; i + kLanes <= half; i += kLanes) {
+    const __m256 x = load8(source + i), y = load8(source + half + i), c = load8(cos + i), s = load8(sin + i);
+    store8(_mm256_sub_ps(_mm256_mul_ps(x, c), _mm256_mul_ps(y, s)), target + i);
+    store8(_mm256_add_ps(_mm256_mul_ps(y, c), _mm256_mul_ps(x, s)), target + half + i);
+  }
+#endif
+  for (; i < half; ++i) {
+    const float x = to_float(source[i]), y = to_float(source[half + i]);
+    from_float(x * cos[i] - y * sin[i], target[i]);
+    from_float(y * cos[i] + x * sin[i], target[half + i]);
+  }
+}
+
+// One row of the rope table. Copied into locals, as all that a loop over rows needs: the compiler must assume that a
+// vector store may change whatever is reached by reference.
+struct Rope {
+  const float* cos;
+  const float* sin;
+  int64_t half;
+  bool neox;
+
+  Rope(const Job& job, const Range& range)
+      : cos(job.cos + range.rope_row * (job.rotary_dim / 2)),
+        sin(job.sin + range.rope_row * (job.rotary_dim / 2)),
+        half(job.rotary_dim / 2),
+        neox(job.neox != 0) {}
 };
 
-// R(delta) of one head; `target` may be `source`.
-inline void rotate(const Job& job, int64_t rope_row, const float* source, float* target) {
-  const int64_t half = job.rotary_dim / 2;
-  const float* cos = job.cos + rope_row * half;
-  const float* sin = job.sin + rope_row * half;
-  if (job.neox) {
-#pragma GCC ivdep
-    for (int64_t i = 0; i < half; ++i) {
-      float x = source[i], y = source[i + half];
-      target[i] = x * cos[i] - y * sin[i];
-      target[i + half] = y * cos[i] + x * sin[i];
-    }
-  } else {
-#pragma GCC ivdep
-    for (int64_t i = 0; i < half; ++i) {
-      float x = source[2 * i], y = source[2 * i + 1];
-      target[2 * i] = x * cos[i] - y * sin[i];
-      target[2 * i + 1] = y * cos[i] + x * sin[i];
-    }
-  }
-  if (source != target) memcpy(target + job.rotary_dim, source + job.rotary_dim, (job.head_dim - job.rotary_dim) * sizeof(float));
-}
-
+// R(delta) of one head, converted; `target` may be `source`. `wide` is scratch for one row.
 template <class S, class T>
-void rotate_row(const Job& job, int64_t rope_row, const S* source, T* target, float* wide) {
-  widen(source, wide, job.head_dim);
-  rotate(job, rope_row, wide, wide);
-  narrow(wide, target, job.head_dim);
-}
-
-template <>
-inline void rotate_row<float, float>(const Job& job, int64_t rope_row, const float* source, float* target, float*) {
-  rotate(job, rope_row, source, target);
+void rotate_row(const Rope rope, int64_t head_dim, const S* source, T* target, float* wide) {
+  if (rope.neox) {
+    rotate_halves(rope.cos, rope.sin, rope.half, source, target);
+    if (static_cast<const void*>(source) != target && head_dim > 2 * rope.half)
+      convert(source + 2 * rope.half, target + 2 * rope.half, head_dim - 2 * rope.half);
+  } else {
+    convert(source, wide, head_dim);
+    rotate_interleaved(rope.cos, rope.sin, rope.half, wide);
+    convert(wide, target, head_dim);
+  }
 }
 
 // target[c * target_stride + r] = source[r * source_stride + c]; strides in units of U.
@@ -244,125 +248,146 @@ void move_rows(const Order& order, int64_t head_dim, int64_t begin, int64_t end,
   }
 }
 
-// Not a std::vector: its code would be shared with, and compiled for the instruction set of, whichever file links last.
+constexpr int64_t kChunk = 32;  // tokens that pass through the scratch at once
+
+// Rows [num_kv_heads, kChunk, head_dim] of the tokens at hand, and one row in float32. Not a std::vector: its code would
+// be shared with, and compiled for the instruction set of, whichever file links first.
 template <class T>
 struct Scratch {
   T* rows;
   float* wide;
-  explicit Scratch(const Job& job)
-      : rows(static_cast<T*>(::operator new(job.block_size * job.head_dim * sizeof(T)))), wide(nullptr) {
-    wide = static_cast<float*>(::operator new(job.head_dim * sizeof(float)));
+  int64_t head_stride;
+  explicit Scratch(const Job& job) : rows(nullptr), wide(nullptr), head_stride((kChunk + 1) * job.head_dim) {
+    rows = static_cast<T*>(::operator new(job.num_kv_heads * head_stride * sizeof(T) + job.head_dim * sizeof(float) + 64));
+    wide = reinterpret_cast<float*>(rows + job.num_kv_heads * head_stride);
   }
-  ~Scratch() {
-    ::operator delete(rows);
-    ::operator delete(wide);
-  }
+  ~Scratch() { ::operator delete(rows); }
   Scratch(const Scratch&) = delete;
 };
 
-// What the next area of work touches, fetched row by row while the current one is worked on: rows of one head are short
-// and far apart, which the hardware does not foresee.
-struct Ahead {
-  const char* record;
-  const char* area;
-  int64_t record_stride, record_bytes, area_bytes, rows;
+// Tokens [begin, end) of a piece, at most kChunk, and one of K and V: what is moved at once.
+struct Step {
+  const Job& job;
+  const Range& range;
+  const Order& order;
+  const Piece& piece;
+  int64_t is_value, begin, end;
 
-  Ahead(const Job& job, int64_t op, int64_t unit, int64_t is_value) : rows(0) {
-    if (unit >= job.num_pieces * job.num_kv_heads) return;
-    const Piece& piece = job.pieces[unit / job.num_kv_heads];
-    const int64_t head = unit % job.num_kv_heads, size = dtype_size(job.cache_dtype);
-    rows = piece.end - piece.begin;
-    area_bytes = job.head_dim * size;
-    area = static_cast<const char*>(job.cache) + area_offset(job, piece, is_value, head) * size;
-    if (is_value ? job.value.tile == 1 : job.key.tile == 1) area += piece.begin * area_bytes;
-    record_bytes = op == kRotate ? 0 : job.head_dim * dtype_size(job.storage_dtype);
-    record_stride = record_bytes * job.num_kv_heads;
-    record = record_bytes ? record_row(job, job.ranges[piece.range], piece.first_token, is_value, head) : nullptr;
+  char* record(int64_t token) const {
+    return record_row(job, range, piece.first_token + token - piece.begin, is_value, 0);
   }
-
-  void fetch(int64_t row) const {
-    if (row >= rows) return;
-    for (int64_t byte = 0; byte < record_bytes; byte += 64) __builtin_prefetch(record + row * record_stride + byte);
-    for (int64_t byte = 0; byte < area_bytes; byte += 64) __builtin_prefetch(area + row * area_bytes + byte, 1);
+  template <class T>
+  T* area(int64_t head) const {
+    return static_cast<T*>(job.cache) + area_offset(job, piece, is_value, head);
   }
 };
 
-// Record rows -> area, for keys (rotated if the range has a rope row) or values.
-template <class S, class T>
-void scatter_area(const Job& job, const Piece& piece, int64_t head, int64_t is_value, Scratch<T>& scratch,
-                  const Ahead& ahead) {
-  const Range& range = job.ranges[piece.range];
-  const Order& order = is_value ? job.value : job.key;
-  const bool turn = !is_value && range.rope_row >= 0;
-  T* area = static_cast<T*>(job.cache) + area_offset(job, piece, is_value, head);
-  const bool direct = order.tile == 1;
-  for (int64_t i = 0; i < piece.end - piece.begin; ++i) {
-    ahead.fetch(i);
-    const S* source = reinterpret_cast<const S*>(record_row(job, range, piece.first_token + i, is_value, head));
-    T* target = direct ? area + (piece.begin + i) * order.tile_stride : scratch.rows + i * job.head_dim;
-    if (turn)
-      rotate_row<S, T>(job, range.rope_row, source, target, scratch.wide);
-    else
-      Convert<S, T>::row(source, target, scratch.wide, job.head_dim);
+template <bool kPlace, class T>
+void move_heads(const Step& step, Scratch<T>& scratch) {
+  for (int64_t head = 0; head < step.job.num_kv_heads; ++head)
+    move_rows<kPlace>(step.order, step.job.head_dim, step.begin, step.end, scratch.rows + head * scratch.head_stride,
+                      step.area<T>(head));
+}
+
+// The rows of a step in the cache's dtype: in the area itself if rows lie there as they are, else in the scratch.
+template <class T>
+struct Rows {
+  T* start;
+  int64_t head_stride, token_stride;
+
+  Rows(const Step& step, Scratch<T>& scratch)
+      : start(scratch.rows), head_stride(scratch.head_stride), token_stride(step.job.head_dim) {
+    if (step.order.tile != 1) return;
+    start = step.area<T>(0) + step.begin * step.order.tile_stride;
+    head_stride = step.job.head_stride;
+    token_stride = step.order.tile_stride;
   }
-  if (!direct) move_rows<true>(order, job.head_dim, piece.begin, piece.end, scratch.rows, area);
+};
+
+template <class T>
+void fetch_for_writing(const T* start, int64_t count) {
+  for (int64_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(start + i, 1);
+}
+
+// Record rows -> area; keys are rotated if the range has a rope row.
+template <class S, class T>
+void scatter(const Step& step, Scratch<T>& scratch) {
+  const Rows<T> rows(step, scratch);
+  const bool turn = !step.is_value && step.range.rope_row >= 0;
+  const Rope rope(step.job, step.range);
+  const int64_t head_dim = step.job.head_dim, heads = step.job.num_kv_heads, tokens = step.end - step.begin;
+  const S* source = reinterpret_cast<const S*>(step.record(step.begin));
+  float* const wide = scratch.wide;
+  // A packed area is written in columns, which the hardware does not foresee: have its lines come in meanwhile.
+  const bool packed = step.order.tile != 1;
+  const T* area = step.area<T>(0) + step.begin * head_dim;
+  const int64_t area_stride = step.job.head_stride;
+  for (int64_t token = 0; token < tokens; ++token) {
+    T* target = rows.start + token * rows.token_stride;
+    for (int64_t head = 0; head < heads; ++head, source += head_dim, target += rows.head_stride) {
+      if (packed) fetch_for_writing(area + head * area_stride + token * head_dim, head_dim);
+      if (turn)
+        rotate_row(rope, head_dim, source, target, wide);
+      else
+        convert(source, target, head_dim);
+    }
+  }
+  if (step.order.tile != 1) move_heads<true>(step, scratch);
 }
 
 template <class S, class T>
-void gather_area(const Job& job, const Piece& piece, int64_t head, int64_t is_value, Scratch<T>& scratch,
-                 const Ahead& ahead) {
-  const Range& range = job.ranges[piece.range];
-  const Order& order = is_value ? job.value : job.key;
-  T* area = static_cast<T*>(job.cache) + area_offset(job, piece, is_value, head);
-  const bool direct = order.tile == 1;
-  if (!direct) move_rows<false>(order, job.head_dim, piece.begin, piece.end, scratch.rows, area);
-  for (int64_t i = 0; i < piece.end - piece.begin; ++i) {
-    ahead.fetch(i);
-    const T* source = direct ? area + (piece.begin + i) * order.tile_stride : scratch.rows + i * job.head_dim;
-    S* target = reinterpret_cast<S*>(record_row(job, range, piece.first_token + i, is_value, head));
-    Convert<T, S>::row(source, target, scratch.wide, job.head_dim);
+void gather(const Step& step, Scratch<T>& scratch) {
+  if (step.order.tile != 1) move_heads<false>(step, scratch);
+  const Rows<T> rows(step, scratch);
+  const int64_t head_dim = step.job.head_dim, heads = step.job.num_kv_heads, tokens = step.end - step.begin;
+  S* target = reinterpret_cast<S*>(step.record(step.begin));
+  for (int64_t token = 0; token < tokens; ++token) {
+    const T* source = rows.start + token * rows.token_stride;
+    for (int64_t head = 0; head < heads; ++head, target += head_dim, source += rows.head_stride)
+      convert(source, target, head_dim);
   }
 }
 
 template <class T>
-void rotate_area(const Job& job, const Piece& piece, int64_t head, Scratch<T>& scratch, const Ahead& ahead) {
-  const Range& range = job.ranges[piece.range];
-  if (range.rope_row < 0) return;
-  T* area = static_cast<T*>(job.cache) + area_offset(job, piece, 0, head);
-  move_rows<false>(job.key, job.head_dim, piece.begin, piece.end, scratch.rows, area);
-  for (int64_t i = 0; i < piece.end - piece.begin; ++i) {
-    ahead.fetch(i);
-    T* row = scratch.rows + i * job.head_dim;
-    rotate_row<T, T>(job, range.rope_row, row, row, scratch.wide);
+void rotate_in_place(const Step& step, Scratch<T>& scratch) {
+  if (step.range.rope_row < 0) return;
+  if (step.order.tile != 1) move_heads<false>(step, scratch);
+  const Rows<T> rows(step, scratch);
+  const Rope rope(step.job, step.range);
+  const int64_t head_dim = step.job.head_dim, heads = step.job.num_kv_heads, tokens = step.end - step.begin;
+  float* const wide = scratch.wide;
+  for (int64_t head = 0; head < heads; ++head) {
+    T* row = rows.start + head * rows.head_stride;
+    for (int64_t token = 0; token < tokens; ++token, row += rows.token_stride)
+      rotate_row<T, T>(rope, head_dim, row, row, wide);
   }
-  move_rows<true>(job.key, job.head_dim, piece.begin, piece.end, scratch.rows, area);
+  if (step.order.tile != 1) move_heads<true>(step, scratch);
 }
 
 template <class S, class T>
-void run_units(const Job& job, int64_t op, int64_t first, int64_t last) {
+void run_pieces(const Job& job, int64_t op, int64_t first, int64_t last) {
   Scratch<T> scratch(job);
-  for (int64_t unit = first; unit < last; ++unit) {
-    const Piece& piece = job.pieces[unit / job.num_kv_heads];
-    const int64_t head = unit % job.num_kv_heads;
-    if (op == kRotate) {
-      rotate_area<T>(job, piece, head, scratch, Ahead(job, op, unit + 1, 0));
-      continue;
-    }
-    for (int64_t is_value = 0; is_value < 2; ++is_value) {
-      const Ahead ahead(job, op, unit + is_value, 1 - is_value);
-      if (op == kScatter)
-        scatter_area<S, T>(job, piece, head, is_value, scratch, ahead);
-      else
-        gather_area<S, T>(job, piece, head, is_value, scratch, ahead);
+  for (const Piece* piece = job.pieces + first; piece < job.pieces + last; ++piece) {
+    for (int64_t is_value = 0; is_value < (op == kRotate ? 1 : 2); ++is_value) {
+      for (int64_t begin = piece->begin; begin < piece->end; begin += kChunk) {
+        const int64_t end = begin + kChunk < piece->end ? begin + kChunk : piece->end;
+        const Step step{job, job.ranges[piece->range], is_value ? job.value : job.key, *piece, is_value, begin, end};
+        if (op == kScatter)
+          scatter<S, T>(step, scratch);
+        else if (op == kGather)
+          gather<S, T>(step, scratch);
+        else
+          rotate_in_place<T>(step, scratch);
+      }
     }
   }
 }
 
 template <class T>
 void run_with_storage(const Job& job, int64_t op, int64_t first, int64_t last) {
-  if (job.storage_dtype == kFloat32) return run_units<float, T>(job, op, first, last);
-  if (job.storage_dtype == kFloat16) return run_units<Half, T>(job, op, first, last);
-  run_units<BFloat16, T>(job, op, first, last);
+  if (job.storage_dtype == kFloat32) return run_pieces<float, T>(job, op, first, last);
+  if (job.storage_dtype == kFloat16) return run_pieces<Half, T>(job, op, first, last);
+  run_pieces<BFloat16, T>(job, op, first, last);
 }
 
 void run(const Job& job, int64_t op, int64_t first, int64_t last) {

@@ -222,7 +222,7 @@ def case_strategy(implementation: str) -> st.SearchStrategy[Case]:
 
 
 @each_implementation
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_scatter_writes_exactly_what_the_loops_write(implementation: str, data: st.DataObject) -> None:
     case, layer = data.draw(case_strategy(implementation)), data.draw(st.integers(0, LAYERS - 1))
@@ -234,7 +234,7 @@ def test_scatter_writes_exactly_what_the_loops_write(implementation: str, data: 
 
 
 @each_implementation
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_gather_reads_exactly_what_the_loops_read(implementation: str, data: st.DataObject) -> None:
     case, layer = data.draw(case_strategy(implementation)), data.draw(st.integers(0, LAYERS - 1))
@@ -246,7 +246,7 @@ def test_gather_reads_exactly_what_the_loops_read(implementation: str, data: st.
 
 
 @each_implementation
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_rotate_turns_exactly_the_keys_the_loops_turn(implementation: str, data: st.DataObject) -> None:
     case = data.draw(case_strategy(implementation))
@@ -257,7 +257,7 @@ def test_rotate_turns_exactly_the_keys_the_loops_turn(implementation: str, data:
 
 
 @each_implementation
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_gather_after_scatter_gives_the_records_back(implementation: str, data: st.DataObject) -> None:
     case, layer = data.draw(case_strategy(implementation)), data.draw(st.integers(0, LAYERS - 1))
