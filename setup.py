@@ -1,8 +1,8 @@
 """Builds the transfer kernels (csrc/) as plain shared libraries beside the package.
 
-They have a C interface and need neither torch nor Python headers. Whatever goes wrong here, installation goes on: the
-package then uses its pure-torch code and says so. `DARIC_RAG_CUDA=0|1` decides about the CUDA part instead of the
-presence of nvcc and of a CUDA torch.
+They have a C interface and need neither torch nor Python headers. Whatever goes wrong here, installation goes
+on: the package then uses its pure-torch code and says so. `DARIC_RAG_CUDA=0|1` decides about the CUDA part
+instead of the presence of nvcc and of a CUDA torch.
 """
 
 from __future__ import annotations

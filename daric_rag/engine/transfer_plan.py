@@ -81,8 +81,8 @@ class TransferPlan:
     `ranges`: int64 [n, 7], the fields of TransferRange. `pieces`: int64 [p, 5], the ranges cut at block
     boundaries (index of the range, block id, first and end token within the block, first token within the
     range). A record is contiguous [num_layers, 2 (K, V), record_tokens, num_kv_heads, head_dim] in
-    `storage_dtype`; the caller keeps its memory alive, for CUDA until the stream has passed the call. CUDA
-    kernels access pinned records directly.
+    `storage_dtype`; the caller keeps its memory and the plan alive, on CUDA until the stream has passed
+    the call. CUDA kernels access pinned records directly; others are copied.
     """
 
     ranges: torch.Tensor

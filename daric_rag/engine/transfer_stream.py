@@ -1,4 +1,4 @@
-"""Layer-wise transfers beside the forward pass: a side stream and an event per layer on CUDA, in line on CPU."""
+"""Layer-wise transfers beside the forward pass: a side stream with events on CUDA, in line on the CPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LayerStream:
         self._events: dict[int, Any] = {}
 
     def begin(self) -> None:
-        """Order what follows after all that the computing stream was given so far (zeroed blocks, earlier reads)."""
+        """Order what follows after all that the computing stream was given so far, such as zeroing blocks."""
         self._events.clear()
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
@@ -40,6 +40,6 @@ class LayerStream:
             torch.cuda.current_stream(self._stream.device).wait_event(event)
 
     def synchronize(self) -> None:
-        """Block the caller until all submitted transfers are done, so that their records may be read or freed."""
+        """Block the caller until all submitted transfers are done; then their records may be freed."""
         if self._stream is not None:
             self._stream.synchronize()
