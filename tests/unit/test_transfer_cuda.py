@@ -1,4 +1,4 @@
-"""The CUDA kernels and the side stream, where there is a GPU; what they share with the CPU is in test_transfer.py."""
+"""The CUDA kernels and the side stream where there is a GPU; test_transfer.py covers the rest on the CPU."""
 
 from __future__ import annotations
 
