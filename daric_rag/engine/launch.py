@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from daric_rag.config import DaricConfig
 from daric_rag.engine.model_support import check_supported, check_vllm_version, warn_bfloat16_amx
+from daric_rag.engine.opening import check_cache_locations
 from daric_rag.models import resolve_model
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ def launch(model: str, config: DaricConfig, engine_args: dict[str, Any]) -> Asyn
     whose KV cannot be reused, and what vLLM raises for a model that it cannot load.
     """
     check_vllm_version()
+    # Found out here, a bad location is one sentence; in the engine's process it would be a stack trace.
+    check_cache_locations(config)
     set_default_environment()
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice
@@ -12,6 +14,7 @@ from daric_rag.engine.index.memory import MemoryIndex
 from daric_rag.engine.storage.base import RecordSpec
 from daric_rag.engine.storage.directory import probe_record, scan_directory
 from daric_rag.engine.storage.store import KVStore
+from daric_rag.errors import CacheUnavailableError
 from daric_rag.progress import progress_bar
 
 # All ranks store the same segments; the scheduler looks at the files of the first.
@@ -31,6 +34,22 @@ def open_index(config: DaricConfig, root: bytes) -> KVIndex:
                 index.insert(entries)
                 bar.update(len(entries))
     return index
+
+
+def check_cache_locations(config: DaricConfig) -> None:
+    """Raise `CacheUnavailableError` unless the disk tier's directory can be written and Redis answers."""
+    if config.disk_path is not None:
+        try:
+            os.makedirs(config.disk_path, exist_ok=True)
+            with tempfile.TemporaryFile(dir=config.disk_path):
+                pass
+        except OSError as error:
+            raise CacheUnavailableError(
+                f"disk_path={config.disk_path!r} cannot be written ({error.strerror}); use a writable directory, "
+                "or leave disk_path out"
+            ) from None
+    if config.index != "memory":
+        _empty_index(config, b"").close()
 
 
 def open_store(

@@ -1,0 +1,261 @@
+"""A warmed cache outlives its engine, is shared, and survives what happens to its files and to Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from daric_rag import DaricConfig, DaricEngine
+from daric_rag.engine.result import RequestMetrics
+from daric_rag.errors import CacheUnavailableError
+from tests.engine_support import (
+    assert_adds_up,
+    assert_same_answer,
+    document_tokens,
+    idle_store,
+    largest_difference,
+    make_document,
+    make_prompt,
+    sampling,
+)
+from tests.redis_server import RedisServer
+
+pytestmark = pytest.mark.integration
+
+SEEDS = tuple(range(12))
+
+
+def open_engine(model: str, **options: object) -> DaricEngine:
+    values = {"kv_pool_bytes": 16 << 20, "host_bytes": 32 << 20, **options}
+    return DaricEngine(model, DaricConfig(**values), max_model_len=4096)  # type: ignore[arg-type]
+
+
+def fresh_metrics(engine: DaricEngine, seeds: tuple[int, ...], world: list[int]) -> RequestMetrics:
+    """Ask over the documents in a prefix-cache world of its own, so that only our cache can hit."""
+    world[0] += 1
+    return engine.generate(make_prompt(seeds), sampling(1), ratio=0.001 * world[0]).metrics
+
+
+@pytest.fixture(scope="module")
+def world() -> list[int]:
+    return [0]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kv")
+
+
+@pytest.fixture(scope="module")
+def redis_server() -> Iterator[RedisServer]:
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def sharing(tiny_model: str, directory: Path, redis_server: RedisServer) -> Iterator[DaricEngine]:
+    """An engine with a disk tier and a Redis index, after another one warmed both and ended."""
+    options = {"disk_path": str(directory), "index": redis_server.url}
+    with open_engine(tiny_model, **options) as first:
+        first.warm([make_document(seed) for seed in SEEDS], progress=False)
+    with open_engine(tiny_model, **options) as second:
+        yield second
+
+
+def test_documents_hit_after_a_restart(sharing: DaricEngine, world: list[int]) -> None:
+    again = sharing.warm([make_document(seed) for seed in SEEDS], progress=False)
+    assert again.generated_tokens == 0
+    metrics = fresh_metrics(sharing, (5, 3, 8), world)
+    assert metrics.loaded_tokens >= document_tokens(sharing, make_prompt((5, 3, 8)))
+    assert_adds_up(metrics)
+    assert idle_store(sharing)["disk_hits"] > 0
+
+
+def test_loaded_from_disk_is_what_was_generated(sharing: DaricEngine) -> None:
+    prompt = make_prompt((9, 2, 7))
+    loaded = sharing.generate(prompt, sampling(), n_avg=16)
+    assert loaded.metrics.loaded_tokens > 0
+    generated = sharing.generate(prompt, sampling(), n_avg=16, namespace="not yet cached")
+    assert generated.metrics.loaded_tokens == 0
+    assert_same_answer(loaded, generated)
+
+
+def test_a_second_engine_beside_the_first_hits(
+    sharing: DaricEngine, tiny_model: str, directory: Path, world: list[int]
+) -> None:
+    with open_engine(tiny_model, disk_path=str(directory)) as beside:
+        metrics = fresh_metrics(beside, (1, 4), world)
+        assert metrics.loaded_tokens >= document_tokens(beside, make_prompt((1, 4)))
+        # What the first engine adds while the second runs is found on disk, without Redis.
+        sharing.warm([make_document(100)], progress=False)
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            if fresh_metrics(beside, (100,), world).generated_tokens == 0:
+                break
+        assert fresh_metrics(beside, (100, 1), world).generated_tokens == 0
+        prompt = make_prompt((100, 6, 1))
+        assert_same_answer(beside.generate(prompt, sampling()), sharing.generate(prompt, sampling()))
+
+
+def test_tenants_share_nothing(sharing: DaricEngine) -> None:
+    prompt = make_prompt((5, 6))
+    mine = sharing.generate(prompt, sampling(1), namespace="tenant-a")
+    assert mine.metrics.loaded_tokens == mine.metrics.engine_hit_tokens == 0
+    theirs = sharing.generate(prompt, sampling(1), namespace="tenant-b")
+    assert theirs.metrics.loaded_tokens == theirs.metrics.engine_hit_tokens == 0
+    again = sharing.generate(prompt, sampling(1), namespace="tenant-a", ratio=0.3)
+    assert again.metrics.generated_tokens == 0
+    plain = [
+        sharing.generate(prompt, sampling(1), namespace=name, reuse=False)
+        for name in ("tenant-a", "tenant-b")
+    ]
+    assert [result.metrics.engine_hit_tokens for result in plain] == [0, 0]
+
+
+def test_damaged_files_are_misses(tiny_model: str, directory: Path, world: list[int]) -> None:
+    """Deleted, truncated, altered and foreign files while serving: the right answer, computed anew."""
+    with open_engine(tiny_model, disk_path=str(directory), host_bytes=1 << 20) as engine:
+        prompt = make_prompt((0, 1, 2, 3, 4, 5))
+        reference = engine.generate(prompt, sampling(), reuse=False)
+        files = sorted(directory.rglob("*.kv"))
+        assert len(files) >= 12
+        for number, file in enumerate(files):
+            if number % 4 == 0:
+                file.unlink()
+            elif number % 4 == 1:
+                os.truncate(file, file.stat().st_size // 2)
+            elif number % 4 == 2:
+                content = bytearray(file.read_bytes())
+                content[len(content) // 2] ^= 0x10
+                file.write_bytes(content)
+            else:
+                file.write_bytes(files[number - 1].read_bytes())
+        exact = engine.generate(prompt, sampling(), selection="all")
+        assert_same_answer(reference, exact)
+        damaged = fresh_metrics(engine, (6, 7, 8, 9), world)
+        assert damaged.generated_tokens > 0
+        assert_adds_up(damaged)
+        whole = engine.generate(prompt, sampling(), namespace="whole")
+        mended = engine.generate(prompt, sampling())
+        assert_same_answer(whole, mended)
+        idle_store(engine)
+
+
+def test_redis_lost_and_found(sharing: DaricEngine, redis_server: RedisServer, world: list[int]) -> None:
+    sharing.warm([make_document(seed) for seed in SEEDS], progress=False)
+    redis_server.kill()
+    durations = []
+    for number in range(4):
+        started = time.monotonic()
+        assert fresh_metrics(sharing, (number, 11), world).prompt_tokens > 0
+        durations.append(time.monotonic() - started)
+    redis_server.start()
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        if fresh_metrics(sharing, (2, 9), world).generated_tokens == 0:
+            break
+        time.sleep(0.2)
+    assert fresh_metrics(sharing, (9, 2), world).generated_tokens == 0
+
+
+def test_killed_while_writing(tiny_model: str, tmp_path: Path, world: list[int]) -> None:
+    engine = open_engine(tiny_model, disk_path=str(tmp_path))
+    documents = [make_document(seed, sentences=30) for seed in range(200, 240)]
+    writer = asyncio.run_coroutine_threadsafe(engine._warm(documents, False, None), engine._loop)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.rglob("*.kv")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for child in psutil.Process().children(recursive=True):
+        if _belongs_to(engine, child):
+            os.kill(child.pid, signal.SIGKILL)
+    with pytest.raises(Exception, match=r"died|closed"):
+        writer.result(timeout=60)
+    engine.close()
+    with open_engine(tiny_model, disk_path=str(tmp_path)) as restarted:
+        warmed = restarted.warm(documents, progress=False)
+        assert warmed.cached_documents > 0
+        prompt = make_prompt((1,))
+        exact = restarted.generate(prompt, sampling(), selection="all")
+        assert_same_answer(restarted.generate(prompt, sampling(), reuse=False), exact)
+        assert not [file for file in tmp_path.rglob("*.tmp*")]
+
+
+def _belongs_to(engine: DaricEngine, child: psutil.Process) -> bool:
+    manager = engine._llm.engine_core.resources.engine_manager
+    pids = {process.pid for process in manager.processes}
+    return child.pid in pids or any(parent.pid in pids for parent in child.parents())
+
+
+@pytest.fixture(scope="module")
+def narrow(tiny_model: str) -> Iterator[DaricEngine]:
+    """KV kept in bfloat16 in a host tier that holds a few documents only."""
+    with open_engine(tiny_model, storage_dtype="bfloat16", host_bytes=600 << 10) as shared:
+        yield shared
+
+
+def test_storage_dtype_halves_the_bytes_and_changes_little(narrow: DaricEngine) -> None:
+    document = make_document(300)
+    narrow.warm([document], progress=False)
+    tokens = len(narrow.processor.warm_chunk(document).token_ids)
+    # 2 layers, K and V, 2 heads of 32 numbers of 2 bytes
+    assert idle_store(narrow)["host_bytes"] == tokens * 2 * 2 * 2 * 32 * 2
+    prompt = make_prompt((300, 301))
+    generated = narrow.generate(prompt, sampling(1), n_avg=16)
+    loaded = narrow.generate(prompt, sampling(1), n_avg=16, ratio=0.11)
+    assert loaded.metrics.generated_tokens == 0
+    assert 0 < largest_difference(generated, loaded) < 0.3
+
+
+def test_eviction_and_aborts_leave_no_pins_and_no_growth(narrow: DaricEngine) -> None:
+    async def run(first: int) -> None:
+        async def one(number: int) -> None:
+            prompt = make_prompt((number % 40, (number * 7) % 40))
+            request = asyncio.ensure_future(narrow.agenerate(prompt, sampling(2, logprobs=None)))
+            if number % 5 == 0:
+                await asyncio.sleep(0.002 * (number % 7))
+                request.cancel()
+            await asyncio.gather(request, return_exceptions=True)
+
+        for begin in range(first, first + 500, 10):
+            await asyncio.gather(*(one(number) for number in range(begin, begin + 10)))
+
+    asyncio.run(run(0))
+    before = _resident(narrow)
+    asyncio.run(run(500))
+    deadline = time.monotonic() + 20
+    while narrow.stats()["unfinished_requests"] and time.monotonic() < deadline:
+        time.sleep(0.1)
+    store = idle_store(narrow)
+    assert store["evictions"] > 0
+    assert store["host_bytes"] <= store["host_budget"]
+    assert _resident(narrow) < before * 1.05 + (16 << 20)
+    prompt = make_prompt((1, 2))
+    exact = narrow.generate(prompt, sampling(), selection="all")
+    assert_same_answer(narrow.generate(prompt, sampling(), reuse=False), exact)
+
+
+def _resident(engine: DaricEngine) -> int:
+    pids = {process.pid for process in engine._llm.engine_core.resources.engine_manager.processes}
+    processes = [psutil.Process(pid) for pid in pids]
+    processes += [child for process in processes for child in process.children(recursive=True)]
+    return sum(process.memory_info().rss for process in processes)
+
+
+def test_redis_absent_at_start(tiny_model: str) -> None:
+    with pytest.raises(CacheUnavailableError, match=r"redis://.*127\.0\.0\.1:1") as error:
+        open_engine(tiny_model, index="redis://user:secret@127.0.0.1:1/0")
+    assert "secret" not in str(error.value)
+
+
+def test_unwritable_directory_at_start(tiny_model: str, tmp_path: Path) -> None:
+    blocker = tmp_path / "file"
+    blocker.write_text("not a directory")
+    with pytest.raises(CacheUnavailableError, match=r"disk_path=.*file/kv"):
+        open_engine(tiny_model, disk_path=str(blocker / "kv"))
