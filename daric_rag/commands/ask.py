@@ -95,7 +95,8 @@ def _answer(
     from vllm import SamplingParams
 
     found = retriever.retrieve(question)
-    prompt = ChunkedPrompt(options.system, [document.text for document in found], question)
+    # The nearest document stands last, beside the question: small models find it more easily there.
+    prompt = ChunkedPrompt(options.system, [document.text for document in reversed(found)], question)
     sampling = SamplingParams(max_tokens=options.max_tokens, temperature=0.0)
     answer = ""
     metrics: RequestMetrics | None = None
