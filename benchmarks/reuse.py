@@ -44,7 +44,7 @@ def run(engine: DaricEngine, questions: Sequence[Question], bar: Any) -> dict[st
     """Measure every method on every question and return the medians and ratios."""
     samples = Samples()
     # The first prefill of a process is slow: threads, allocator, page faults.
-    engine.generate(questions[-1].prompt(99), _one_token(), reuse=False, namespace="warm-up")
+    engine.generate(questions[-1].prompt(99), one_token(), reuse=False, namespace="warm-up")
     for number, question in enumerate(questions):
         _measure(engine, question, number, samples)
         bar.update()
@@ -53,13 +53,13 @@ def run(engine: DaricEngine, questions: Sequence[Question], bar: Any) -> dict[st
 
 def _measure(engine: DaricEngine, question: Question, number: int, samples: Samples) -> None:
     prompt = question.prompt()
-    plain = engine.generate(prompt, _one_token(), reuse=False)
-    cold = engine.generate(prompt, _one_token(), namespace=f"cold-{number}")
+    plain = engine.generate(prompt, one_token(), reuse=False)
+    cold = engine.generate(prompt, one_token(), namespace=f"cold-{number}")
     engine.warm(question.documents, progress=False)
     engine.warm([prompt.system], progress=False)
-    warm = engine.generate(prompt, _one_token())
+    warm = engine.generate(prompt, one_token())
     shuffled_prompt = question.prompt(number)
-    shuffled = engine.generate(shuffled_prompt, _one_token())
+    shuffled = engine.generate(shuffled_prompt, one_token())
     floor = _floor(engine, plain, warm.metrics.recomputed_tokens)
     for name, result in {
         "plain": plain,
@@ -89,13 +89,13 @@ def _floor(engine: DaricEngine, plain: GenerationResult, recomputed: int) -> Gen
     tokens = list(plain.prompt_token_ids)
     hit = -(-(len(tokens) - recomputed) // block) * block
     tokens[hit] = tokens[hit] + 1 if tokens[hit] < 1000 else tokens[hit] - 1
-    floor = engine.generate(tokens, _one_token(), reuse=False)
+    floor = engine.generate(tokens, one_token(), reuse=False)
     assert floor.metrics.engine_hit_tokens == hit
     return floor
 
 
 def _measure_kl(engine: DaricEngine, prompt: Any, samples: Samples) -> None:
-    params = _one_token(logprobs=-1)
+    params = one_token(logprobs=-1)
     reference = engine.generate(prompt, params, reuse=False).logprobs[0]
     for strategy in KL_STRATEGIES:
         other = engine.generate(prompt, params, selection=strategy).logprobs[0]
@@ -111,7 +111,7 @@ def kl_divergence(reference: dict[int, Any], other: dict[int, Any]) -> float:
     )
 
 
-def _one_token(**options: Any) -> Any:
+def one_token(**options: Any) -> Any:
     from vllm import SamplingParams
 
     return SamplingParams(max_tokens=1, temperature=0.0, **options)

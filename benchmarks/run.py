@@ -50,6 +50,10 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--memory-prompts", type=int, default=200, help="prompts of the memory part (default 200)"
     )
+    parser.add_argument(
+        "--cache-prompts", type=int, default=5, help="prompts of disk and storage (default 5)"
+    )
+    parser.add_argument("--redis", help="URL of a Redis server to measure look-ups on; default: none")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--n-avg", type=int, default=32, help="recomputation budget per chunk, tokens")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/bench.json"))
@@ -81,7 +85,54 @@ def _memory(arguments: argparse.Namespace) -> tuple[Any, Rows]:
     return result, memory.rows(result)
 
 
-PARTS: dict[str, Callable[[argparse.Namespace], tuple[Any, Rows]]] = {"reuse": _reuse, "memory": _memory}
+def _transfer(arguments: argparse.Namespace) -> tuple[Any, Rows]:
+    from benchmarks import transfer
+
+    result = transfer.figures(tokens=6000, block_size=32, rounds=9)
+    rows = [
+        (
+            f"{row['model']} {row['storage_dtype']} → {row['cache_dtype']}: scatter ÷ copy_ / ÷ pure torch",
+            f"{row['scatter_over_copy']:.2f} / {row['scatter_over_pure_torch']:.2f}",
+            f"≤ {2.0 if row['cache_dtype'] == 'float32' else 2.5} / ≤ 0.5",
+        )
+        for row in result
+    ]
+    return result, rows
+
+
+def _lookup(arguments: argparse.Namespace) -> tuple[Any, Rows]:
+    from benchmarks import cache
+
+    result = cache.run_lookup(arguments.redis)
+    return result, cache.lookup_rows(result)
+
+
+def _disk(arguments: argparse.Namespace) -> tuple[Any, Rows]:
+    from benchmarks import cache, datasets
+
+    questions = datasets.load_questions(arguments.dataset, arguments.cache_prompts)
+    with progress_bar(4 * len(questions), "disk", "prompt") as bar:
+        result = cache.run_disk(arguments.model, questions, bar)
+    return result, cache.disk_rows(result)
+
+
+def _storage(arguments: argparse.Namespace) -> tuple[Any, Rows]:
+    from benchmarks import cache, datasets
+
+    questions = datasets.load_questions(arguments.dataset, arguments.cache_prompts)
+    with progress_bar(3 * len(questions), "storage dtype", "prompt") as bar:
+        result = cache.run_storage(arguments.model, questions, bar)
+    return result, cache.storage_rows(result)
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], tuple[Any, Rows]]] = {
+    "reuse": _reuse,
+    "memory": _memory,
+    "transfer": _transfer,
+    "lookup": _lookup,
+    "disk": _disk,
+    "storage": _storage,
+}
 
 
 def _print(name: str, rows: Rows) -> None:

@@ -182,6 +182,16 @@ def print_table(rows: list[dict[str, object]]) -> None:
         )
 
 
+def figures(tokens: int, block_size: int, rounds: int) -> list[dict[str, object]]:
+    """Measure every model and pair of dtypes."""
+    rows = []
+    for shape in SHAPES:
+        for storage, dtype in PAIRS:
+            prompt = make_prompt(shape, tokens, block_size, DTYPES[storage], DTYPES[dtype])
+            rows.append(report(shape, storage, dtype, prompt, rounds))
+    return rows
+
+
 def main() -> None:
     """Run every model and pair of dtypes; print the table and, with --json, write it."""
     parser = argparse.ArgumentParser(
@@ -194,20 +204,16 @@ def main() -> None:
     options = parser.parse_args()
     built = transfer_kernels.cpu_library() is not None
     print(f"CPU kernels {'built' if built else 'NOT built'}, {torch.get_num_threads()} threads")
-    rows = []
-    for shape in SHAPES:
-        for storage, dtype in PAIRS:
-            prompt = make_prompt(shape, options.tokens, options.block_size, DTYPES[storage], DTYPES[dtype])
-            rows.append(report(shape, storage, dtype, prompt, options.rounds))
+    rows = figures(options.tokens, options.block_size, options.rounds)
     print_table(rows)
     if options.json:
-        figures = {
+        written = {
             "kernels_built": built,
             "threads": torch.get_num_threads(),
             "tokens": options.tokens,
             "rows": rows,
         }
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+        options.json.write_text(json.dumps(written, indent=2) + "\n")
 
 
 if __name__ == "__main__":

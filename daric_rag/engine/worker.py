@@ -51,6 +51,8 @@ class _DaricWorkerMixin:
         # Requests whose prefill spans steps: known to the scheduler, not yet to the model runner.
         self._held: dict[str, NewRequestData] = {}
         self._absent: list[str] = []
+        # The output of a step without a forward pass: with async scheduling vLLM asks for samples all the same.
+        self._without_forward: ModelRunnerOutput | None = None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model and refuse it if its keys cannot be re-encoded."""
@@ -65,6 +67,7 @@ class _DaricWorkerMixin:
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """Run one step: vLLM's own pass if nothing is reused in it, else the two phases."""
         self._absent = []
+        self._without_forward = None
         for request_id in scheduler_output.finished_req_ids:
             self._held.pop(request_id, None)
         meta = scheduler_output.kv_connector_metadata
@@ -78,10 +81,15 @@ class _DaricWorkerMixin:
         finally:
             side.end_step(work)
         output = self._attach_metadata(output)
-        return self._complete(output) if output is not None else None
+        if output is None:
+            return None
+        self._without_forward = self._complete(output)
+        return self._without_forward
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         """Sample as vLLM does, and add what the scheduler expects for requests that were in no pass."""
+        if self._without_forward is not None:
+            return self._without_forward
         return self._complete(super().sample_tokens(grammar_output))  # type: ignore[misc]
 
     def daric_stats(self) -> dict[str, Any]:

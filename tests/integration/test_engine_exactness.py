@@ -25,6 +25,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "no-prefix-cache": ({}, {"enable_prefix_caching": False}),
     "chunked-prefill": ({}, {"max_num_batched_tokens": 96, "max_num_seqs": 8}),
     "large-blocks": ({"block_size": 64}, {"max_num_batched_tokens": 500}),
+    # The CPU platform turns async scheduling off; the fixture turns it on again. It is the default on GPUs.
+    "async-scheduling": ({}, {"max_num_batched_tokens": 256}),
     "tiny-pool": ({"kv_pool_bytes": 2_621_440, "host_bytes": 1 << 20}, {"max_num_seqs": 8}),
 }
 
@@ -34,8 +36,25 @@ def variant(request: pytest.FixtureRequest, tiny_model: str) -> Iterator[DaricEn
     """Engines on a small random model, one setting after the other."""
     config, engine_args = SETTINGS[request.param]
     options = {"kv_pool_bytes": 64 << 20, "host_bytes": 64 << 20, **config}
-    with DaricEngine(tiny_model, DaricConfig(**options), max_model_len=2048, **engine_args) as shared:
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "async-scheduling":
+            _schedule_asynchronously(patch)
+        shared = DaricEngine(tiny_model, DaricConfig(**options), max_model_len=2048, **engine_args)
+    with shared:
         yield shared
+
+
+def _schedule_asynchronously(patch: pytest.MonkeyPatch) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    create = AsyncEngineArgs.create_engine_config
+
+    def with_async_scheduling(self: Any, *args: Any, **kwargs: Any) -> Any:
+        vllm_config = create(self, *args, **kwargs)
+        vllm_config.scheduler_config.async_scheduling = True
+        return vllm_config
+
+    patch.setattr(AsyncEngineArgs, "create_engine_config", with_async_scheduling)
 
 
 @pytest.mark.parametrize("num_chunks", [2, 5, 12])
