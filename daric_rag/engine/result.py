@@ -16,7 +16,8 @@ class RequestMetrics:
 
     `prompt_tokens` counts what the model sees, padding included, and equals `engine_hit_tokens` +
     `loaded_tokens` + `generated_tokens` + `live_tokens`. `recomputed_tokens` counts all tokens of the
-    partial-recomputation phase, live ones included; `recomputed_ranges` says which. Seconds are wall clock;
+    partial-recomputation phase, live ones included; `recomputed_ranges` says which. `chunk_bounds` and
+    `document_ranges` are `[start, end)` token ranges of the chunks, and of those that are documents. Seconds are wall clock;
     those of a step shared with other requests are the whole step's.
     """
 
@@ -31,6 +32,8 @@ class RequestMetrics:
     recomputed_ranges: tuple[TokenRange, ...] = ()
     completion_tokens: int = 0
     num_chunks: int = 1
+    chunk_bounds: tuple[TokenRange, ...] = ()
+    document_ranges: tuple[TokenRange, ...] = ()
     dropped_documents: int = 0
     recognised_documents: int = 0
     failed_segments: int = 0
@@ -43,7 +46,8 @@ class RequestMetrics:
     def to_dict(self) -> dict[str, Any]:
         """The metrics as plain JSON values."""
         values = asdict(self)
-        values["recomputed_ranges"] = [list(item) for item in self.recomputed_ranges]
+        for name in ("recomputed_ranges", "chunk_bounds", "document_ranges"):
+            values[name] = [list(item) for item in values[name]]
         return values
 
 
@@ -147,6 +151,8 @@ def build_metrics(
         ttft_s=ttft_s,
         completion_tokens=completion,
         num_chunks=max(1, len(processed.bounds)),
+        chunk_bounds=processed.bounds,
+        document_ranges=processed.documents,
         dropped_documents=processed.dropped_documents,
         recognised_documents=processed.recognised_documents,
         reused=reused,
