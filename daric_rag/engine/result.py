@@ -17,8 +17,8 @@ class RequestMetrics:
     `prompt_tokens` counts what the model sees, padding included, and equals `engine_hit_tokens` +
     `loaded_tokens` + `generated_tokens` + `live_tokens`. `recomputed_tokens` counts all tokens of the
     partial-recomputation phase, live ones included; `recomputed_ranges` says which. `chunk_bounds` and
-    `document_ranges` are `[start, end)` token ranges of the chunks, and of those that are documents. Seconds are wall clock;
-    those of a step shared with other requests are the whole step's.
+    `document_ranges` are `[start, end)` token ranges of the chunks, and of those that are documents. Seconds
+    are wall clock; those of a step shared with other requests are the whole step's.
     """
 
     prompt_tokens: int

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -100,8 +101,19 @@ def test_a_second_engine_beside_the_first_hits(
             if fresh_metrics(beside, (100,), world).generated_tokens == 0:
                 break
         assert fresh_metrics(beside, (100, 1), world).generated_tokens == 0
-        prompt = make_prompt((100, 6, 1))
-        assert_same_answer(beside.generate(prompt, sampling()), sharing.generate(prompt, sampling()))
+        _ask_both_at_once(sharing, beside)
+
+
+def _ask_both_at_once(one: DaricEngine, other: DaricEngine) -> None:
+    """200 requests to two engines on one directory, storing and loading; answers are those of one engine."""
+    prompts = [make_prompt((seed, (seed * 3 + 1) % 20, (seed * 7 + 2) % 20)) for seed in range(20)]
+    params = sampling(3)
+    expected = [one.generate(prompt, params, namespace="reference").token_ids for prompt in prompts]
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(lambda engine: engine.generate(prompts * 5, params), (one, other)))
+    for results in both:
+        assert [result.token_ids for result in results] == expected * 5
+    assert idle_store(other)["damaged"] == 0
 
 
 def test_tenants_share_nothing(sharing: DaricEngine) -> None:
