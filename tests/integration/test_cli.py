@@ -83,6 +83,8 @@ def started(environment: dict[str, str], *arguments: str) -> subprocess.Popen[st
         stderr=subprocess.PIPE,
         text=True,
         process_group=0,
+        # A shell lets what it runs in the background ignore SIGINT, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
