@@ -54,12 +54,13 @@ def run(engine: DaricEngine, questions: Sequence[Question], bar: Any) -> dict[st
 def _measure(engine: DaricEngine, question: Question, number: int, samples: Samples) -> None:
     prompt = question.prompt()
     plain = engine.generate(prompt, one_token(), reuse=False)
-    cold = engine.generate(prompt, one_token(), namespace=f"cold-{number}")
-    engine.warm(question.documents, progress=False)
-    engine.warm([prompt.system], progress=False)
-    warm = engine.generate(prompt, one_token())
+    # Questions may share passages: a namespace each, so that nothing is cached. The cap of 1.0 caps nothing but
+    # keeps the cold request out of the prefix-cache world of the warm one.
+    space = f"question-{number}"
+    cold = engine.generate(prompt, one_token(), namespace=space, max_fraction=1.0)
+    warm = engine.generate(prompt, one_token(), namespace=space)
     shuffled_prompt = question.prompt(number)
-    shuffled = engine.generate(shuffled_prompt, one_token())
+    shuffled = engine.generate(shuffled_prompt, one_token(), namespace=space)
     floor = _floor(engine, plain, warm.metrics.recomputed_tokens)
     for name, result in {
         "plain": plain,
@@ -77,7 +78,7 @@ def _measure(engine: DaricEngine, question: Question, number: int, samples: Samp
     samples.loaded_shares.append(min(1.0, shuffled.metrics.loaded_tokens / document_tokens))
     samples.prompt_tokens.append(plain.metrics.prompt_tokens)
     samples.recomputed_tokens.append(warm.metrics.recomputed_tokens)
-    _measure_kl(engine, prompt, samples)
+    _measure_kl(engine, prompt, space, samples)
 
 
 def _floor(engine: DaricEngine, plain: GenerationResult, recomputed: int) -> GenerationResult:
@@ -94,11 +95,11 @@ def _floor(engine: DaricEngine, plain: GenerationResult, recomputed: int) -> Gen
     return floor
 
 
-def _measure_kl(engine: DaricEngine, prompt: Any, samples: Samples) -> None:
+def _measure_kl(engine: DaricEngine, prompt: Any, space: str, samples: Samples) -> None:
     params = one_token(logprobs=-1)
     reference = engine.generate(prompt, params, reuse=False).logprobs[0]
     for strategy in KL_STRATEGIES:
-        other = engine.generate(prompt, params, selection=strategy).logprobs[0]
+        other = engine.generate(prompt, params, selection=strategy, namespace=space).logprobs[0]
         samples.add(samples.kl, strategy, kl_divergence(reference, other))
 
 

@@ -245,6 +245,8 @@ class DaricEngine:
 
     def stats(self) -> dict[str, Any]:
         """Cumulative counters: requests, tokens by source, seconds by part, and the store's (bytes, hits)."""
+        if self._closed:
+            raise EngineClosedError("the engine was closed; make a new DaricEngine")
         stores = self._run(self._guard(self._llm.collective_rpc("daric_stats")))
         unfinished = self._llm.get_num_unfinished_requests()
         return {**self._totals.to_dict(), "unfinished_requests": unfinished, "store": stores[0]}

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -92,27 +91,17 @@ def test_model_that_cannot_be_reencoded(tmp_path: Path) -> None:
 
 def test_closed_engine_and_killed_process(tiny_model: str) -> None:
     config = DaricConfig(kv_pool_bytes=32 << 20, host_bytes=16 << 20)
-    engine = DaricEngine(tiny_model, config, max_model_len=1024)
-    children = [child.pid for child in psutil.Process().children(recursive=True)]
-    failures: list[BaseException] = []
-
-    def ask() -> None:
-        try:
-            engine.generate(make_prompt([1]), sampling(900, ignore_eos=True))
-        except DaricError as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    time.sleep(0.5)
-    workers = [pid for pid in children if _is_engine_process(pid)]
-    assert workers
-    os.kill(workers[-1], signal.SIGKILL)
-    thread.join(timeout=30)
-    assert not thread.is_alive()
-    assert len(failures) == 1
+    engine = DaricEngine(tiny_model, config, max_model_len=4096)
+    chunks = engine.stream(make_prompt([1]), sampling(3500, ignore_eos=True))
+    next(chunks)
+    os.kill(_worker_of(engine), signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(DaricError, match="died"):
+        for _ in chunks:
+            pass
     with pytest.raises(DaricError):
         engine.generate(make_prompt([1]), sampling(1))
+    assert time.monotonic() - started < 60
     assert engine.closed
     engine.close()
     engine.close()
@@ -122,11 +111,10 @@ def test_closed_engine_and_killed_process(tiny_model: str) -> None:
         engine.stats()
 
 
-def _is_engine_process(pid: int) -> bool:
-    try:
-        return any(word in psutil.Process(pid).name() for word in ("VLLM", "vllm", "python", "pt_main"))
-    except psutil.NoSuchProcess:
-        return False
+def _worker_of(engine: DaricEngine) -> int:
+    [core] = engine._llm.engine_core.resources.engine_manager.processes
+    workers = [child for child in psutil.Process(core.pid).children() if "Worker" in child.name()]
+    return workers[0].pid
 
 
 def test_importing_daric_rag_is_light() -> None:
