@@ -79,9 +79,11 @@ def _memory(arguments: argparse.Namespace) -> tuple[Any, Rows]:
     from daric_rag import DaricConfig, DaricEngine
 
     config = DaricConfig(host_bytes=128 << 20, kv_pool_bytes=128 << 20)
-    with DaricEngine(arguments.model, config, max_model_len=2048) as engine:
-        with progress_bar(arguments.memory_prompts, "memory", "prompt") as bar:
-            result = memory.run(engine, arguments.memory_prompts, bar)
+    with (
+        DaricEngine(arguments.model, config, max_model_len=2048) as engine,
+        progress_bar(arguments.memory_prompts, "memory", "prompt") as bar,
+    ):
+        result = memory.run(engine, arguments.memory_prompts, bar)
     return result, memory.rows(result)
 
 

@@ -86,7 +86,12 @@ class DaricEngine:
         )
 
     async def _launch(self, model: str, engine_args: dict[str, Any]) -> Any:
-        return launch(model, self.config, engine_args)
+        try:
+            return launch(model, self.config, engine_args)
+        except RuntimeError as error:
+            raise DaricError(
+                f"vLLM did not start with {model!r}; its own messages say why: {error}"
+            ) from error
 
     # ---- generate ----
 

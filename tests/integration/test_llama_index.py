@@ -128,8 +128,8 @@ def nodes(texts):
 
 
 def marked(name):
-    """The documents with a word of the test's own, so that no other test has cached them."""
-    return [f"{text} ({name})" for text in DOCUMENTS]
+    """The documents with words of the test's own in front, so that no other test has cached any part of them."""
+    return [f"({name}) {text}" for text in DOCUMENTS]
 
 
 def chunks_of(engine, layout):
@@ -143,18 +143,22 @@ def document_tokens(layout):
     return sum(end - start for start, end in layout.documents)
 
 
-def loaded_share(layout, metrics):
-    """Part of the document tokens that came from the cache.
+def before_documents(layout, metrics):
+    """Tokens before the first document that vLLM's own prefix cache did not have: loaded, or generated if new."""
+    return max(0, layout.documents[0][0] - metrics["engine_hit_tokens"])
 
-    The text before the first document is a chunk too: loaded, or generated if it is new (a refine prompt has
-    the answer so far in it).
-    """
-    before = max(0, layout.documents[0][0] - metrics["engine_hit_tokens"])
-    if metrics["generated_tokens"] == 0:
-        return (metrics["loaded_tokens"] - before) / document_tokens(layout)
-    if metrics["generated_tokens"] == before:
-        return metrics["loaded_tokens"] / document_tokens(layout)
-    return 0.0
+
+def loaded_share(layout, metrics):
+    """Part of the document tokens that were loaded; for prompts that begin like an earlier one."""
+    return (metrics["loaded_tokens"] - before_documents(layout, metrics)) / document_tokens(layout)
+
+
+def reused_share(layout, metrics):
+    """Part of the document tokens that were loaded or, for a document in its old place, hit in vLLM's cache."""
+    generated = metrics["generated_tokens"]
+    if generated == before_documents(layout, metrics):
+        generated = 0  # the text before the documents is new: a refine prompt has the answer so far in it
+    return 1 - generated / document_tokens(layout)
 
 
 # ---- the eight methods ----
@@ -440,9 +444,8 @@ def check_reuse(synthesizer, engine, layouts, seen, documents, mode):
     for number, order in enumerate(orders):
         found = [text for layout in layouts[number * calls :][:calls] for text in chunks_of(engine, layout)]
         assert found == order
-    shares = [loaded_share(layout, call) for layout, call in zip(layouts, seen, strict=True)]
-    assert all(share == 0 for share in shares[:calls])
-    assert all(share >= 0.95 for share in shares[calls:])
+    shares = [reused_share(layout, call) for layout, call in zip(layouts, seen, strict=True)]
+    assert max(shares[:calls]) <= 0 and min(shares[calls:]) >= 0.95
 
 
 def test_nodes_beyond_the_window_go_whole_into_several_prompts(llama_engine, layouts):

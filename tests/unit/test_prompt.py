@@ -8,7 +8,20 @@ from daric_rag.config import DEFAULT_DELIMITER
 from daric_rag.prompt import ChunkedPrompt, Live, has_delimiter
 
 FRAGMENTS = st.sampled_from(
-    [DEFAULT_DELIMITER, "<!|daric|>", "<\\|daric|>", "<\\!|daric|>", "<", "|daric|>", "\\", "!", "x", "\n", "##", "#"]
+    [
+        DEFAULT_DELIMITER,
+        "<!|daric|>",
+        "<\\|daric|>",
+        "<\\!|daric|>",
+        "<",
+        "|daric|>",
+        "\\",
+        "!",
+        "x",
+        "\n",
+        "##",
+        "#",
+    ]
 )
 TEXT = st.one_of(st.text(), st.lists(FRAGMENTS, max_size=8).map("".join))
 DOCUMENTS = st.lists(st.one_of(TEXT, TEXT.map(Live)), max_size=5).map(tuple)
