@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import multiprocessing
 import os
 import signal
 import sys
@@ -13,6 +12,7 @@ from typing import Any, NoReturn
 
 from daric_rag import __version__
 from daric_rag.commands import ask, cache, warm
+from daric_rag.commands.interrupt import end_child_processes
 from daric_rag.commands.quiet import quiet_environment
 from daric_rag.errors import DaricError
 
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
-        _end_child_processes()
+        end_child_processes()
         return INTERRUPTED
     except BrokenPipeError:
         # Whoever read the output is gone; the interpreter must not fail again when it flushes at exit.
@@ -95,13 +95,6 @@ def _end_on_sigterm() -> None:
         sys.exit(128 + number)
 
     signal.signal(signal.SIGTERM, leave)
-
-
-def _end_child_processes() -> None:
-    """An interrupt while the engine starts leaves processes that nobody holds yet."""
-    for process in multiprocessing.active_children():
-        process.terminate()
-        process.join(timeout=5)
 
 
 if __name__ == "__main__":

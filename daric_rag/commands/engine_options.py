@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from daric_rag.commands.documents import DEFAULT_SPLIT_TOKENS, Folder
+from daric_rag.commands.interrupt import interruptible_start
 from daric_rag.commands.quiet import held_back_stderr
 from daric_rag.config import STRATEGIES, DaricConfig
 from daric_rag.errors import DaricError
@@ -109,7 +110,7 @@ def start_engine(options: argparse.Namespace, config: DaricConfig) -> DaricEngin
     tell(f"Starting vLLM with {options.model} …")
     arguments = {} if options.max_model_len is None else {"max_model_len": options.max_model_len}
     try:
-        with held_back_stderr(options.verbose):
+        with held_back_stderr(options.verbose), interruptible_start():
             from daric_rag.engine.engine import DaricEngine
 
             return DaricEngine(path, config, **arguments)
