@@ -47,6 +47,10 @@ def get_engine(model: str, config: DaricConfig | None, engine_args: dict[str, An
 
             slot.engine = DaricEngine(model, config, **engine_args)
             attach_engine(slot.engine)
+            # The last registered runs first: before multiprocessing and vLLM, whose handlers came with the start,
+            # end the engine's processes and with them what the disk tier has not written yet.
+            atexit.unregister(close_engines)
+            atexit.register(close_engines)
         return slot.engine
 
 
@@ -66,6 +70,3 @@ def _key(model: str, config: DaricConfig | None, engine_args: dict[str, Any]) ->
     """Equal for arguments that make equal engines; an engine of the parent is of no use after a fork."""
     settings = (config or DaricConfig()).model_dump()
     return json.dumps([os.getpid(), model, settings, engine_args], sort_keys=True, default=repr)
-
-
-atexit.register(close_engines)
