@@ -1,13 +1,10 @@
 """`DaricLLM` in LlamaIndex: its methods, synthesizers, query and chat engines, with and without reuse."""
 
 import asyncio
-import re
-import zlib
 from typing import Any, Literal
 
 import pytest
 from llama_index.core import Settings, VectorStoreIndex
-from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, TextBlock
 from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.core.chat_engine import SimpleChatEngine
@@ -23,6 +20,7 @@ from pydantic import BaseModel, Field
 
 from daric_rag.config import DaricConfig
 from daric_rag.integrations.llama_index import DaricLLM, DaricPromptHelper, watch_retrieval
+from tests.llama_index_support import WordEmbedding
 
 pytestmark = pytest.mark.integration
 
@@ -48,25 +46,6 @@ QUESTIONS = [
     "How many pairs of puffins and gannets nest on the western cliffs?",
 ]
 TOKENS = 8
-
-
-class WordEmbedding(BaseEmbedding):
-    """Counts of hashed words: enough to rank four texts, and the same on every machine."""
-
-    def _embed(self, text):
-        vector = [0.0] * 256
-        for word in re.findall(r"[a-z]{4,}", text.lower()):
-            vector[zlib.crc32(word.encode()) % 256] += 1.0
-        return vector
-
-    def _get_query_embedding(self, query):
-        return self._embed(query)
-
-    async def _aget_query_embedding(self, query):
-        return self._embed(query)
-
-    def _get_text_embedding(self, text):
-        return self._embed(text)
 
 
 class Seen(BaseEventHandler):

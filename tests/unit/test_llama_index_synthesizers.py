@@ -1,12 +1,9 @@
 """What synthesizers, query and chat engines of LlamaIndex make of documents, up to the engine's chunk layout."""
 
-import re
-import zlib
 from types import SimpleNamespace
 
 import pytest
 from llama_index.core import Settings, VectorStoreIndex
-from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.response_synthesizers import ResponseMode, get_response_synthesizer
 from llama_index.core.schema import NodeWithScore, TextNode
 
@@ -17,6 +14,7 @@ from daric_rag.engine.result import Completion, GenerationResult, RequestMetrics
 from daric_rag.integrations import llama_index_calls
 from daric_rag.integrations.llama_index import DaricLLM, DaricPromptHelper, watch_retrieval
 from daric_rag.recognition import Recognizer, split_by_matches
+from tests.llama_index_support import WordEmbedding
 
 DOCUMENTS = [
     "The ferry leaves the harbour at six in the morning and needs fifty minutes for the crossing.",
@@ -81,22 +79,6 @@ class LayoutEngine:
         ]
         self.layouts.clear()
         return texts
-
-
-class WordEmbedding(BaseEmbedding):
-    """Counts of hashed words."""
-
-    def _get_text_embedding(self, text):
-        vector = [0.0] * 256
-        for word in re.findall(r"[a-z]{4,}", text.lower()):
-            vector[zlib.crc32(word.encode()) % 256] += 1.0
-        return vector
-
-    def _get_query_embedding(self, query):
-        return self._get_text_embedding(query)
-
-    async def _aget_query_embedding(self, query):
-        return self._get_text_embedding(query)
 
 
 @pytest.fixture
