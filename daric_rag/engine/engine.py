@@ -9,10 +9,10 @@ import os
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from daric_rag.config import PER_CALL_OPTIONS, DaricConfig, reject_unknown
+from daric_rag.config import DaricConfig
 from daric_rag.engine.input_processor import InputProcessor, ProcessedPrompt, Prompt
 from daric_rag.engine.launch import launch
 from daric_rag.engine.requests import build_request, is_one_prompt, warm_request
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
 
 T = TypeVar("T")
+# What a stream hands from the engine's thread to its caller; None ends it.
+_StreamItem = StreamChunk | BaseException | None
 
 # Documents of `warm` that are in the engine at once: enough to fill its batches, few enough to stay responsive.
 _WARM_CONCURRENCY = 32
@@ -168,18 +170,9 @@ class DaricEngine:
 
         Leaving the loop early aborts the request. Raises what `generate` raises, at the first step.
         """
-        chunks: queue.Queue[StreamChunk | BaseException | None] = queue.Queue()
+        chunks: queue.Queue[_StreamItem] = queue.Queue()
 
-        async def pump() -> None:
-            try:
-                async for chunk in self._stream(prompt, params, lora_request, options):
-                    chunks.put(chunk)
-                chunks.put(None)
-            except BaseException as error:
-                chunks.put(error)
-                raise
-
-        future = self._submit(pump())
+        future = self._submit(self._pump(chunks.put, prompt, params, lora_request, options))
         try:
             while (item := chunks.get()) is not None:
                 if isinstance(item, BaseException):
@@ -198,23 +191,14 @@ class DaricEngine:
     ) -> AsyncIterator[StreamChunk]:
         """`stream` for an event loop; closing the iterator aborts the request."""
         loop = asyncio.get_running_loop()
-        chunks: asyncio.Queue[StreamChunk | BaseException | None] = asyncio.Queue()
+        chunks: asyncio.Queue[_StreamItem] = asyncio.Queue()
 
-        def put(item: StreamChunk | BaseException | None) -> None:
+        def put(item: _StreamItem) -> None:
             # The caller's loop may be gone by the time an abandoned request ends.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(chunks.put_nowait, item)
 
-        async def pump() -> None:
-            try:
-                async for chunk in self._stream(prompt, params, lora_request, options):
-                    put(chunk)
-                put(None)
-            except BaseException as error:
-                put(error)
-                raise
-
-        future = self._submit(pump())
+        future = self._submit(self._pump(put, prompt, params, lora_request, options))
         try:
             while (item := await chunks.get()) is not None:
                 if isinstance(item, BaseException):
@@ -250,11 +234,7 @@ class DaricEngine:
 
     def stats(self) -> dict[str, Any]:
         """Cumulative counters: requests, tokens by source, seconds by part, and the store's (bytes, hits)."""
-        if self._closed:
-            raise EngineClosedError("the engine was closed; make a new DaricEngine")
-        stores = self._run(self._guard(self._llm.collective_rpc("daric_stats")))
-        unfinished = self._llm.get_num_unfinished_requests()
-        return {**self._totals.to_dict(), "unfinished_requests": unfinished, "store": stores[0]}
+        return self._run(self._stats())
 
     def close(self) -> None:
         """End the engine's processes; unfinished calls raise `EngineClosedError`. Safe to call twice."""
@@ -317,7 +297,6 @@ class DaricEngine:
     def _process(self, prompt: Prompt, options: dict[str, Any]) -> ProcessedPrompt:
         if self._closed:
             raise EngineClosedError("the engine was closed")
-        reject_unknown(options, PER_CALL_OPTIONS, "a call")
         split = self._split_known if self.recognizer is not None else None
         return self.processor.process(prompt, self.config.override(**options), split)
 
@@ -349,6 +328,23 @@ class DaricEngine:
         num_tokens = sum(len(item.token_ids) for item in ordered)
         metrics = self._metrics(processed, final, ttft or 0.0, num_tokens)
         return GenerationResult(final.request_id, ordered, metrics, processed.token_ids)
+
+    async def _pump(
+        self,
+        put: Callable[[_StreamItem], None],
+        prompt: Prompt,
+        params: Any,
+        lora_request: Any,
+        options: dict[str, Any],
+    ) -> None:
+        """Hand a stream's chunks to another thread, then None, or the error that ended it."""
+        try:
+            async for chunk in self._stream(prompt, params, lora_request, options):
+                put(chunk)
+            put(None)
+        except BaseException as error:
+            put(error)
+            raise
 
     async def _stream(
         self, prompt: Prompt, params: Any, lora_request: Any, options: dict[str, Any]
@@ -385,7 +381,15 @@ class DaricEngine:
     ) -> AsyncIterator[RequestOutput]:
         config = self.config.override(**options)
         prompt, sampling = build_request(processed, params, config, stream=stream)
-        request_id = f"{self._prefix}-{next(self._counter)}"
+        async for output in self._submit_to_vllm(prompt, sampling, self._new_id(), lora_request):
+            yield output
+
+    def _new_id(self) -> str:
+        return f"{self._prefix}-{next(self._counter)}"
+
+    async def _submit_to_vllm(
+        self, prompt: Any, sampling: SamplingParams, request_id: str, lora_request: Any = None
+    ) -> AsyncIterator[RequestOutput]:
         outputs = self._llm.generate(prompt, sampling, request_id, lora_request=lora_request)
         async with contextlib.aclosing(outputs), self._errors():
             async for output in outputs:
@@ -431,12 +435,11 @@ class DaricEngine:
         )
 
     async def _warm_one(self, chunk: ProcessedPrompt, config: DaricConfig) -> RequestMetrics:
-        request_id = f"{self._prefix}-{next(self._counter)}"
+        request_id = self._new_id()
         prompt, sampling = warm_request(chunk, config, request_id)
-        async with self._errors():
-            final = None
-            async for output in self._llm.generate(prompt, sampling, request_id):
-                final = output
+        final = None
+        async for output in self._submit_to_vllm(prompt, sampling, request_id):
+            final = output
         if final is None:
             raise DaricError("the engine returned no output for a document to warm")
         return build_metrics(chunk, final.kv_transfer_params, 0, 0.0, 0)
@@ -456,9 +459,11 @@ class DaricEngine:
                 raise EngineClosedError("the engine was closed while a request was running") from None
             raise
 
-    async def _guard(self, awaitable: Awaitable[T]) -> T:
+    async def _stats(self) -> dict[str, Any]:
         async with self._errors():
-            return await awaitable
+            stores = await self._llm.collective_rpc("daric_stats")
+        unfinished = self._llm.get_num_unfinished_requests()
+        return {**self._totals.to_dict(), "unfinished_requests": unfinished, "store": stores[0]}
 
     # ---- between threads ----
 

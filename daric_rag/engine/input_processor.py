@@ -266,7 +266,7 @@ class InputProcessor:
         first = pieces[0] if pieces else None
         if first is None or not self._bos or not isinstance(first.content, str):
             # Token ids are taken as they are.
-            return first is not None and bool(self._bos) and isinstance(first.content, str)
+            return False
         head = self.tokenize(first.content, control=first.control)[: len(self._bos)]
         return tuple(head) != self._bos
 

@@ -9,8 +9,8 @@ from functools import partial
 from itertools import islice
 
 from daric_rag.config import DaricConfig
+from daric_rag.engine.index import opening
 from daric_rag.engine.index.base import IndexEntry, KVIndex, Tier
-from daric_rag.engine.index.memory import MemoryIndex
 from daric_rag.engine.storage.base import RecordSpec
 from daric_rag.engine.storage.directory import probe_record, scan_directory
 from daric_rag.engine.storage.store import KVStore
@@ -71,13 +71,11 @@ def open_store(
 
 def _empty_index(config: DaricConfig, root: bytes) -> KVIndex:
     path = config.disk_path
-    if config.index == "memory":
-        # Another engine on the same directory may add records while this one runs.
-        return MemoryIndex(partial(probe_record, path, root, _RANK) if path is not None else None)
-    from daric_rag.engine.index.opening import shared_disk_id
-    from daric_rag.engine.index.redis import RedisIndex
-
-    return RedisIndex(config.index, shared_disk_id=shared_disk_id(path) if path is not None else None)
+    if path is None:
+        return opening.open_index(config.index)
+    # Another engine on the same directory may add records while this one runs.
+    probe = partial(probe_record, path, root, _RANK)
+    return opening.open_index(config.index, probe=probe, shared_disk_id=opening.shared_disk_id(path))
 
 
 def _stored(path: str, root: bytes) -> Iterator[IndexEntry]:

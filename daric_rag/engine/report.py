@@ -76,6 +76,3 @@ class ReportBook:
     def next_step(self) -> None:
         """Let go of the values given out: they are on their way."""
         self._closing.clear()
-
-    def __len__(self) -> int:
-        return len(self._open)

@@ -27,7 +27,14 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from vllm.v1.outputs import AsyncModelRunnerOutput, KVConnectorOutput, ModelRunnerOutput
 
 from daric_rag.engine.connector import DaricConnector, DaricMetadata
-from daric_rag.engine.passes import Capacity, FinalRow, Pass, generation_passes, recomputation_passes
+from daric_rag.engine.passes import (
+    Capacity,
+    FinalRow,
+    Pass,
+    SubRequest,
+    generation_passes,
+    recomputation_passes,
+)
 from daric_rag.engine.plan import StepPlan
 from daric_rag.engine.rope import rope_parameters_from_model
 from daric_rag.engine.worker_side import StepWork, WorkerSide
@@ -179,7 +186,7 @@ class _DaricWorkerMixin:
             **once,
         )
 
-    def _sub_request(self, row: Any) -> NewRequestData:
+    def _sub_request(self, row: SubRequest) -> NewRequestData:
         self._num_sub_requests += 1
         request_id = f"daric-sub-request-{self._num_sub_requests}"
         self._sub_requests.add(request_id)

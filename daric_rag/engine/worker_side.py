@@ -16,7 +16,6 @@ import torch
 
 from daric_rag.config import DaricConfig
 from daric_rag.engine.fingerprint import storage_dtype
-from daric_rag.engine.index.keys import Segment
 from daric_rag.engine.kv_layout import KVLayout, gpu_layout, learn_cpu_layout
 from daric_rag.engine.opening import open_store
 from daric_rag.engine.passes import Generation, Recomputation
@@ -95,7 +94,7 @@ class WorkerSide:
         self._pass = _NOTHING
         self._transfer_s = 0.0
         self._reports: dict[str, RequestReport] = {}
-        self._saving: list[tuple[WriteHandle, Segment]] = []
+        self._saving: list[WriteHandle] = []
 
     @property
     def store(self) -> KVStore:
@@ -259,10 +258,6 @@ class WorkerSide:
                 _add_load(scatter, loaded, holes.get(loaded.plan.request_id, ()), rotate=True)
         self._pass = _Transfers(scatter=self._build(scatter), rope=self._rope_table(scatter))
 
-    def prepare_nothing(self) -> None:
-        """The next pass moves no KV."""
-        self._pass = _NOTHING
-
     def load_without_forward(self) -> None:
         """Do the prepared loads at once: the step has no forward pass."""
         for layer in range(len(self._caches)):
@@ -304,7 +299,7 @@ class WorkerSide:
             # Records are read and written by the device: neither is over when Python gets here.
             torch.cuda.current_stream().synchronize()
             self._stream.synchronize()
-        for handle, _ in self._saving:
+        for handle in self._saving:
             self.store.commit(handle)
         self._saving.clear()
         self._pass = _NOTHING
@@ -322,7 +317,7 @@ class WorkerSide:
             )
             if handle is None:  # no room, or the same document twice in this step
                 continue
-            self._saving.append((handle, segment))
+            self._saving.append(handle)
             count = segment.num_tokens
             gather.ranges.append(
                 TransferRange(handle.address, count, 0, count, chunk.start + segment.start, offset)
