@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
-# A busy machine is no failure.
-settings.register_profile("daric", deadline=None, max_examples=60)
-settings.load_profile("daric")
+# A busy machine is no failure. The same examples everywhere; HYPOTHESIS_PROFILE=explore looks for new ones.
+settings.register_profile("daric", deadline=None, max_examples=60, derandomize=True)
+settings.register_profile("explore", deadline=None, max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "daric"))
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

@@ -162,9 +162,9 @@ class KVStore:
                 host_bytes=self._host.used_bytes,
                 host_budget=self._host.arena.free_list.size,
                 host_records=len(self._host),
-                disk_bytes=disk.used_bytes if disk else 0,
-                disk_budget=disk.budget if disk else 0,
-                disk_records=len(disk) if disk else 0,
+                disk_bytes=disk.used_bytes if disk is not None else 0,
+                disk_budget=disk.budget if disk is not None else 0,
+                disk_records=len(disk) if disk is not None else 0,
                 pins=self._pins,
                 reservations=self._reservations,
                 host_hits=counts["host_hits"],
@@ -175,10 +175,10 @@ class KVStore:
                 demotions=counts["demotions"],
                 promotions=counts["promotions"],
                 disk_writes=counts["disk_writes"],
-                pending_writes=writer.pending if writer else 0,
-                damaged=disk.damaged if disk else 0,
+                pending_writes=writer.pending if writer is not None else 0,
+                damaged=disk.damaged if disk is not None else 0,
                 write_errors=counts["write_errors"],
-                read_only=writer.read_only if writer else False,
+                read_only=writer.read_only if writer is not None else False,
             )
 
     def flush(self, timeout: float) -> bool:
@@ -236,7 +236,7 @@ class KVStore:
             return self._read(record, "host")
         if record is not None and record.state is State.LOADING:
             return self._read(record, "disk")
-        if self._disk is None or (record is not None and record.state is State.WRITING):
+        if self._disk is None:
             return None
         job = self._writer.demoted(key)
         if job is not None:
