@@ -1,11 +1,13 @@
 """Small random checkpoints of real architectures, for tests that need a model of a certain kind."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import (
     GPTJConfig,
     LlamaConfig,
@@ -107,4 +109,34 @@ def make_tiny_model(kind: str, directory: Path, seed: int = 0) -> Path:
     tokenizer = Path(resolve_model("smollm2-135m", progress=False))
     for name in TOKENIZER_FILES:
         shutil.copy(tokenizer / name, directory / name)
+    return directory
+
+
+def make_tiny_adapter(directory: Path, seed: int) -> Path:
+    """Write a LoRA adapter for the `llama` of `make_tiny_model` that changes its queries, keys and values.
+
+    Returns `directory`.
+    """
+    rank = 4
+    shape = _llama("default").to_dict()
+    hidden, head_dim = shape["hidden_size"], shape["hidden_size"] // shape["num_attention_heads"]
+    widths = {"q_proj": hidden, "k_proj": 2 * head_dim, "v_proj": 2 * head_dim}
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(shape["num_hidden_layers"]):
+        for name, width in widths.items():
+            module = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            for half, size in (("lora_A", (rank, hidden)), ("lora_B", (width, rank))):
+                weights[f"{module}.{half}.weight"] = 0.3 * torch.randn(*size, generator=generator)
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(weights, directory / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": list(widths),
+        "bias": "none",
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(config))
     return directory

@@ -16,8 +16,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from daric_rag.config import DaricConfig
-from daric_rag.engine.fingerprint import root_fields
-from daric_rag.engine.index.keys import root_key
+from daric_rag.engine.fingerprint import adapter_fingerprint, root_fields
+from daric_rag.engine.index.keys import SegmentKey, root_key
 from daric_rag.engine.launch import CONFIG_KEY
 from daric_rag.engine.opening import open_index
 from daric_rag.engine.plan import EXTRA_ARGS_KEY, ChunkLayout, StepPlan
@@ -52,6 +52,7 @@ class DaricMetadata(KVConnectorMetadata):
 class DaricWorkerMetadata(KVConnectorWorkerMetadata):
     """Worker to scheduler, every step: what the store did, and what happened to the requests' tokens."""
 
+    missing: list[SegmentKey]
     events: list[StoreEvent]
     reports: dict[str, RequestReport]
 
@@ -72,6 +73,7 @@ class DaricConnector(KVConnectorBase_V1):
         self._block_size = vllm_config.cache_config.block_size
         self._fields = root_fields(vllm_config, self._config)
         self._roots: dict[tuple[str, str], bytes] = {}
+        self._adapters: dict[tuple[str, str], str] = {}
         self._reports = ReportBook()
         self._pool: BlockPool | None = None
         self.scheduler_side: SchedulerSide | None = None
@@ -116,8 +118,7 @@ class DaricConnector(KVConnectorBase_V1):
         layout = self._layout(request)
         if layout is None:
             return 0, False
-        adapter = request.lora_request.lora_path if request.lora_request else ""
-        root = self._root(layout.namespace, adapter)
+        root = self._root(layout.namespace, self._adapter(request))
         external = self._scheduler.num_external_tokens(
             request.request_id, layout, request.all_token_ids, num_computed_tokens, root
         )
@@ -150,7 +151,7 @@ class DaricConnector(KVConnectorBase_V1):
         """Bring the index up to date."""
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, DaricWorkerMetadata):
-            self._scheduler.apply(meta.events, self._root("", ""))
+            self._scheduler.apply(meta.missing, meta.events, self._root("", ""))
             for request_id, report in meta.reports.items():
                 if self._scheduler.is_tracked(request_id) or self._reports.is_closing(request_id):
                     self._reports.add(request_id, report)
@@ -173,6 +174,16 @@ class DaricConnector(KVConnectorBase_V1):
         """
         if block_ids and self._pool is not None:
             self._pool.evict_blocks(set(block_ids))
+
+    def _adapter(self, request: Request) -> str:
+        """What stands for the request's LoRA adapter in its keys; "" for none."""
+        lora = request.lora_request
+        if lora is None:
+            return ""
+        name = (lora.lora_name, lora.lora_path)
+        if name not in self._adapters or lora.load_inplace:
+            self._adapters[name] = adapter_fingerprint(*name)
+        return self._adapters[name]
 
     def _layout(self, request: Request) -> ChunkLayout | None:
         params = request.sampling_params
@@ -220,8 +231,9 @@ class DaricConnector(KVConnectorBase_V1):
         """
         if self._worker.in_step:
             return None
-        events, reports = self._worker.take_events(), self._worker.take_reports()
-        return DaricWorkerMetadata(events, reports) if events or reports else None
+        side = self._worker
+        missing, events, reports = side.take_missing(), side.take_events(), side.take_reports()
+        return DaricWorkerMetadata(missing, events, reports) if missing or events or reports else None
 
     def shutdown(self) -> None:
         """Close the store or the index."""

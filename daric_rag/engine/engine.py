@@ -210,20 +210,32 @@ class DaricEngine:
     # ---- warm ----
 
     def warm(
-        self, documents: Sequence[Content], *, progress: bool | None = None, namespace: str | None = None
+        self,
+        documents: Sequence[Content],
+        *,
+        progress: bool | None = None,
+        namespace: str | None = None,
+        lora_request: Any = None,
     ) -> WarmResult:
         """Compute and store the independent KV of documents, batched, and register their texts for recognition.
 
-        Documents that are stored already cost a look-up. `progress`: None shows a bar on a terminal. Raises
+        Documents that are stored already cost a look-up. `progress`: None shows a bar on a terminal.
+        `namespace` and `lora_request` (a `vllm.lora.request.LoRARequest`): for whose requests; the KV of another
+        namespace or adapter is never used. Raises
         `ValueError` for a document longer than the model's window, before anything is computed.
         """
-        return self._run(self._warm(documents, progress, namespace))
+        return self._run(self._warm(documents, progress, namespace, lora_request))
 
     async def awarm(
-        self, documents: Sequence[Content], *, progress: bool | None = None, namespace: str | None = None
+        self,
+        documents: Sequence[Content],
+        *,
+        progress: bool | None = None,
+        namespace: str | None = None,
+        lora_request: Any = None,
     ) -> WarmResult:
         """`warm`, awaited."""
-        return await self._await(self._warm(documents, progress, namespace))
+        return await self._await(self._warm(documents, progress, namespace, lora_request))
 
     def register(self, texts: Sequence[str]) -> None:
         """Let `texts` be recognised as documents in plain text prompts; costs memory, no computation."""
@@ -404,7 +416,11 @@ class DaricEngine:
         return metrics
 
     async def _warm(
-        self, documents: Sequence[Content], progress: bool | None, namespace: str | None
+        self,
+        documents: Sequence[Content],
+        progress: bool | None,
+        namespace: str | None,
+        lora_request: Any,
     ) -> WarmResult:
         if isinstance(documents, str | bytes):
             raise ValueError("documents: a sequence of documents is expected, one text was given")
@@ -420,7 +436,7 @@ class DaricEngine:
 
             async def one(chunk: ProcessedPrompt) -> RequestMetrics:
                 async with gate:
-                    metrics = await self._warm_one(chunk, config)
+                    metrics = await self._warm_one(chunk, config, lora_request)
                     bar.update()
                     return metrics
 
@@ -434,11 +450,13 @@ class DaricEngine:
             seconds=time.perf_counter() - started,
         )
 
-    async def _warm_one(self, chunk: ProcessedPrompt, config: DaricConfig) -> RequestMetrics:
+    async def _warm_one(
+        self, chunk: ProcessedPrompt, config: DaricConfig, lora_request: Any
+    ) -> RequestMetrics:
         request_id = self._new_id()
         prompt, sampling = warm_request(chunk, config, request_id)
         final = None
-        async for output in self._submit_to_vllm(prompt, sampling, request_id):
+        async for output in self._submit_to_vllm(prompt, sampling, request_id, lora_request):
             final = output
         if final is None:
             raise DaricError("the engine returned no output for a document to warm")

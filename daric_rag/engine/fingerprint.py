@@ -44,6 +44,12 @@ def weights_fingerprint(model: str, revision: str | None) -> str:
     return model_fingerprint(snapshot_download(model, revision=revision, local_files_only=True))
 
 
+def adapter_fingerprint(name: str, path: str) -> str:
+    """Fingerprint of a LoRA adapter: its files where they are local, else what it is called."""
+    weights = model_fingerprint(path) if os.path.exists(path) else path
+    return f"{name}:{weights}"
+
+
 def _rope_fields(text_config: Any) -> Any:
     names = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor")
     values = {name: getattr(text_config, name, None) for name in names}

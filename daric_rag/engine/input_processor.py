@@ -67,6 +67,8 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self._block_size = block_size
         self._max_model_len = max_model_len
+        # The engine must be able to generate at least one token.
+        self._longest = max_model_len - 1
         self._vocab_size = vocab_size
         self._placeholder = f"piece{secrets.token_hex(8)}n"
         self.has_chat_template = bool(getattr(tokenizer, "chat_template", None))
@@ -81,12 +83,17 @@ class InputProcessor:
     def process(self, prompt: Prompt, config: DaricConfig, split: Split | None = None) -> ProcessedPrompt:
         """Tokenise, pad and lay out a prompt.
 
-        Raises `ValueError` for an empty prompt, one that is longer than the model's window (naming both
+        One that only its padding makes too long comes back without padding and layout: vLLM answers it as any
+        other prompt. Raises `ValueError` for an empty prompt, one that is longer than the model's window (naming both
         numbers and the largest chunk), and token ids outside the vocabulary.
         """
         pieces, recognised = self._pieces(prompt, config, split)
         chunks, dropped = self._chunks(pieces, config)
         processed = self._lay_out(chunks, dropped, recognised)
+        num_tokens = len(processed.token_ids)
+        if num_tokens > self._longest >= num_tokens - processed.padding_tokens:
+            token_ids = [token for chunk in chunks for token in chunk.token_ids]
+            return ProcessedPrompt(token_ids, dropped_documents=dropped, recognised_documents=recognised)
         self._check_length(processed)
         return processed
 
@@ -243,14 +250,12 @@ class InputProcessor:
         return list(content)
 
     def _check_length(self, processed: ProcessedPrompt) -> None:
-        # The engine must be able to generate at least one token.
-        longest = self._max_model_len - 1
-        if len(processed.token_ids) <= longest:
+        if len(processed.token_ids) <= self._longest:
             return
         bounds = processed.bounds or ((0, len(processed.token_ids)),)
         number, (start, end) = max(enumerate(bounds), key=lambda item: item[1][1] - item[1][0])
         raise ValueError(
-            f"the prompt has {len(processed.token_ids)} tokens, the model takes at most {longest} "
+            f"the prompt has {len(processed.token_ids)} tokens, the model takes at most {self._longest} "
             f"(max_model_len={self._max_model_len}); its largest chunk is number {number + 1} of {len(bounds)} "
             f"with {end - start} tokens"
         )

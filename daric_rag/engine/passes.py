@@ -25,8 +25,12 @@ class Generation:
 
 @dataclass(frozen=True)
 class SubRequest:
-    """One row: compute `num_scheduled` tokens of `token_ids` after `num_computed`, in the blocks `block_ids`."""
+    """One row: compute `num_scheduled` tokens of `token_ids` after `num_computed`, in the blocks `block_ids`.
 
+    `request_id`: the request that it works for, whose LoRA adapter it uses.
+    """
+
+    request_id: str
     token_ids: tuple[int, ...]
     block_ids: tuple[int, ...]
     num_computed: int
@@ -95,7 +99,7 @@ def generation_passes(generations: Sequence[Generation], capacity: Capacity, blo
         while position < len(tokens):
             starts = position == generation.num_loaded
             size = packer.room(len(tokens) - position)
-            row = SubRequest(tokens, blocks, position, size)
+            row = SubRequest(plan.request_id, tokens, blocks, position, size)
             position += size
             packer.add(row, generation if starts else None, generation if position == len(tokens) else None)
     return packer.passes()
@@ -139,7 +143,7 @@ def _last_tokens(finals: Iterable[FinalRow]) -> Pass:
 
 
 def _range_row(plan: StepPlan, start: int, end: int) -> SubRequest:
-    return SubRequest(plan.token_ids, plan.block_ids, start, end - start)
+    return SubRequest(plan.request_id, plan.token_ids, plan.block_ids, start, end - start)
 
 
 class _Packer:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from daric_rag.engine.index.base import IndexEntry, KVIndex, Tier
+from daric_rag.engine.index.keys import SegmentKey
 from daric_rag.engine.plan import ChunkLayout, RequestPlan, StepPlan
 from daric_rag.engine.storage.base import StoreEvent
 
@@ -121,8 +122,10 @@ class SchedulerSide:
         """Requests in flight; 0 when idle."""
         return len(self._tracked)
 
-    def apply(self, events: Iterable[StoreEvent], root: bytes) -> None:
-        """Bring the index up to date with what the worker's store did."""
+    def apply(self, missing: Sequence[SegmentKey], events: Iterable[StoreEvent], root: bytes) -> None:
+        """Bring the index up to date with what the worker's store lacked and, after that, with what it did."""
+        if missing:
+            self.index.repair_missing(missing)
         for event in events:
             tier = Tier(event.tier)
             if event.kind == "added":

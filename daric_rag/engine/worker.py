@@ -37,9 +37,11 @@ from daric_rag.engine.passes import (
 )
 from daric_rag.engine.plan import StepPlan
 from daric_rag.engine.rope import rope_parameters_from_model
+from daric_rag.engine.self_check import check_against_prefill
 from daric_rag.engine.worker_side import StepWork, WorkerSide
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.v1.core.sched.output import GrammarOutput
 
 _SUB_REQUEST_PARAMS = SamplingParams(temperature=0.0, max_tokens=1)
@@ -57,6 +59,8 @@ class _DaricWorkerMixin:
         self._num_sub_requests = 0
         # Requests whose prefill spans steps: known to the scheduler, not yet to the model runner.
         self._held: dict[str, NewRequestData] = {}
+        # Their adapters, until they end: a request that comes back after a preemption does not tell it again.
+        self._adapters: dict[str, LoRARequest] = {}
         self._absent: list[str] = []
         # The output of a step without a forward pass: with async scheduling vLLM asks for samples all the same.
         self._without_forward: ModelRunnerOutput | None = None
@@ -71,12 +75,37 @@ class _DaricWorkerMixin:
         super().initialize_from_config(*args, **kwargs)  # type: ignore[misc]
         self._side().set_rope(self._rope)
 
+    def compile_or_warm_up_model(self) -> Any:
+        """Let vLLM warm up, then hold re-encoding against a full prefill (`self_check`)."""
+        result = super().compile_or_warm_up_model()  # type: ignore[misc]
+        block_size = self.vllm_config.cache_config.block_size
+        vocab_size = self.vllm_config.model_config.get_vocab_size()
+        check_against_prefill(self._side(), self._run_alone, block_size, vocab_size)
+        return result
+
+    def _run_alone(self, rows: Sequence[SubRequest]) -> None:
+        """Compute sub-requests in a forward pass of their own, outside any step."""
+        empty = self._with_removals(SchedulerOutput.make_empty())
+        new = [self._sub_request(row) for row in rows]
+        scheduled = {request.req_id: row.num_scheduled for request, row in zip(new, rows, strict=True)}
+        self._forward(
+            dataclasses.replace(
+                empty,
+                scheduled_new_reqs=new,
+                num_scheduled_tokens=scheduled,
+                total_num_scheduled_tokens=sum(scheduled.values()),
+                kv_connector_metadata=DaricMetadata(),
+            )
+        )
+        self.model_runner.execute_model_state = None
+
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """Run one step: vLLM's own pass if nothing is reused in it, else the two phases."""
         self._absent = []
         self._without_forward = None
         for request_id in scheduler_output.finished_req_ids:
             self._held.pop(request_id, None)
+            self._adapters.pop(request_id, None)
         meta = scheduler_output.kv_connector_metadata
         if not isinstance(meta, DaricMetadata) or not meta.plans:
             return self._forward(self._with_removals(scheduler_output))
@@ -84,7 +113,12 @@ class _DaricWorkerMixin:
         self._hold(scheduler_output, meta.plans)
         work = side.begin_step(meta.plans)
         try:
-            output = self._run_phases(scheduler_output, meta.plans, work, side)
+            step = _Step(scheduler_output, meta.plans)
+            output = self._run_phases(step, work, side)
+            # A chunk that a read from disk turned out damaged is generated, and the second phase repeated.
+            while side.give_up_damaged(work):
+                self.model_runner.execute_model_state = None
+                output = self._run_phases(step, work, side)
         finally:
             side.end_step(work)
         output = self._attach_metadata(output)
@@ -105,16 +139,14 @@ class _DaricWorkerMixin:
 
     # ---- the phases ----
 
-    def _run_phases(
-        self, original: SchedulerOutput, plans: Sequence[StepPlan], work: StepWork, side: WorkerSide
-    ) -> Any:
-        step = _Step(original, plans)
+    def _run_phases(self, step: _Step, work: StepWork, side: WorkerSide) -> Any:
         scheduler_config = self.vllm_config.scheduler_config
         whole = Capacity(scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs)
         free = whole.less(step.num_rider_tokens, step.num_riders)
         last = whole.less(step.num_other_tokens, step.num_others)
         block_size = self.vllm_config.cache_config.block_size
-        first_phase = generation_passes(work.generations, free, block_size)
+        generations, work.generations = work.generations, []
+        first_phase = generation_passes(generations, free, block_size)
         second_phase = recomputation_passes(work.recomputations, free, last)
 
         started = time.perf_counter()
@@ -167,9 +199,9 @@ class _DaricWorkerMixin:
         scheduled = {
             request.req_id: row.num_scheduled for request, row in zip(new, one.sub_requests, strict=True)
         }
-        cached = step.cached(is_last)
+        others, cached = step.requests(is_last)
+        new += others
         if is_last:
-            new += step.other_new_requests
             for row in one.finals:
                 self._add_final(row, step, new, cached)
                 scheduled[row.plan.request_id] = row.num_scheduled
@@ -198,7 +230,7 @@ class _DaricWorkerMixin:
             pooling_params=None,
             block_ids=(list(row.block_ids),),
             num_computed_tokens=row.num_computed,
-            lora_request=None,
+            lora_request=self._adapters.get(row.request_id),
         )
 
     def _add_final(
@@ -208,12 +240,14 @@ class _DaricWorkerMixin:
         plan = row.plan
         blocks = (list(plan.block_ids),)
         held = self._held.pop(plan.request_id, None)
+        is_known = step.tell(plan.request_id)
         if held is not None:
             new.append(dataclasses.replace(held, block_ids=blocks, num_computed_tokens=row.num_computed))
             return
         cached.req_ids.append(plan.request_id)
-        cached.resumed_req_ids.add(plan.request_id)
-        cached.new_block_ids.append(blocks)
+        if not is_known:
+            cached.resumed_req_ids.add(plan.request_id)
+        cached.new_block_ids.append(None if is_known else blocks)
         cached.num_computed_tokens.append(row.num_computed)
         cached.num_output_tokens.append(step.num_output_tokens(plan.request_id))
         cached.all_token_ids[plan.request_id] = list(plan.token_ids)
@@ -224,6 +258,8 @@ class _DaricWorkerMixin:
         for request in scheduler_output.scheduled_new_reqs:
             if request.req_id in planned:
                 self._held[request.req_id] = request
+                if request.lora_request is not None:
+                    self._adapters[request.req_id] = request.lora_request
         self._absent = [plan.request_id for plan in plans if not plan.is_final]
 
     def _take_removals(self) -> set[str]:
@@ -287,7 +323,7 @@ class _Step:
     def __init__(self, original: SchedulerOutput, plans: Sequence[StepPlan]) -> None:
         self.original = original
         planned = {plan.request_id for plan in plans}
-        self.other_new_requests = [
+        self._other_new_requests = [
             request for request in original.scheduled_new_reqs if request.req_id not in planned
         ]
         cached = original.scheduled_cached_reqs
@@ -300,7 +336,8 @@ class _Step:
             (self._riders if is_decode else self._others).append(position)
         self._finished: set[str] = set(original.finished_req_ids)
         self._is_first = True
-        self._riders_have_blocks = False
+        # Requests whose state of this step the model runner has: blocks are announced once.
+        self._told: set[str] = set()
 
     def _tokens(self, positions: Sequence[int]) -> int:
         cached, scheduled = self.original.scheduled_cached_reqs, self.original.num_scheduled_tokens
@@ -320,42 +357,64 @@ class _Step:
     def num_other_tokens(self) -> int:
         """Tokens of all requests without reuse, which ride in the last pass."""
         scheduled = self.original.num_scheduled_tokens
-        new = sum(scheduled[request.req_id] for request in self.other_new_requests)
+        new = sum(scheduled[request.req_id] for request in self._other_new_requests)
         return new + self._tokens(self._others) + self.num_rider_tokens
 
     @property
     def num_others(self) -> int:
         """Rows of all requests without reuse."""
-        return len(self.other_new_requests) + len(self._others) + self.num_riders
+        return len(self._other_new_requests) + len(self._others) + self.num_riders
 
     def num_output_tokens(self, request_id: str) -> int:
-        """Tokens that a resumed request had generated."""
+        """Tokens that a request had generated: some, if it was resumed."""
         cached = self.original.scheduled_cached_reqs
+        if request_id not in cached.req_ids:
+            return 0
         return cached.num_output_tokens[cached.req_ids.index(request_id)]
 
-    def cached(self, is_last: bool) -> CachedRequestData:
-        """The known requests of a pass; new blocks are announced once."""
+    def tell(self, request_id: str) -> bool:
+        """Note that the model runner is told of a request; whether it was before, in this step."""
+        is_known = request_id in self._told
+        self._told.add(request_id)
+        return is_known
+
+    def requests(self, is_last: bool) -> tuple[list[NewRequestData], CachedRequestData]:
+        """The requests without reuse that are in a pass: those to be introduced, and those known."""
         source = self.original.scheduled_cached_reqs
         positions = self._riders + (self._others if is_last else [])
-        known = set(self._riders) if self._riders_have_blocks else set()
-        self._riders_have_blocks = True
         ids = [source.req_ids[position] for position in positions]
-        return CachedRequestData(
+        known = {request_id for request_id in ids if self.tell(request_id)}
+        cached = CachedRequestData(
             req_ids=ids,
-            resumed_req_ids={request_id for request_id in ids if request_id in source.resumed_req_ids},
+            resumed_req_ids={one for one in ids if one in source.resumed_req_ids and one not in known},
             new_token_ids=[source.new_token_ids[p] for p in positions] if source.new_token_ids else [],
             all_token_ids=dict(source.all_token_ids),
-            new_block_ids=[None if p in known else source.new_block_ids[p] for p in positions],
+            new_block_ids=[
+                None if one in known else source.new_block_ids[p]
+                for one, p in zip(ids, positions, strict=True)
+            ],
             num_computed_tokens=[source.num_computed_tokens[p] for p in positions],
             num_output_tokens=[source.num_output_tokens[p] for p in positions],
         )
+        if not is_last:
+            return [], cached
+        new = []
+        for request in self._other_new_requests:
+            if not self.tell(request.req_id):
+                new.append(request)
+            else:  # the pass is repeated
+                cached.req_ids.append(request.req_id)
+                cached.new_block_ids.append(None)
+                cached.num_computed_tokens.append(request.num_computed_tokens)
+                cached.num_output_tokens.append(0)
+        return new, cached
 
     def scheduled(self, is_last: bool) -> dict[str, int]:
         """Scheduled tokens of the requests without reuse that are in a pass."""
         source, counts = self.original.scheduled_cached_reqs, self.original.num_scheduled_tokens
         ids = [source.req_ids[p] for p in self._riders + (self._others if is_last else [])]
         if is_last:
-            ids += [request.req_id for request in self.other_new_requests]
+            ids += [request.req_id for request in self._other_new_requests]
         return {request_id: counts[request_id] for request_id in ids}
 
     def take_finished(self) -> set[str]:

@@ -16,6 +16,7 @@ import torch
 
 from daric_rag.config import DaricConfig
 from daric_rag.engine.fingerprint import storage_dtype
+from daric_rag.engine.index.keys import SegmentKey
 from daric_rag.engine.kv_layout import KVLayout, gpu_layout, learn_cpu_layout
 from daric_rag.engine.opening import open_store
 from daric_rag.engine.passes import Generation, Recomputation
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from daric_rag.engine.storage.store import KVStore
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LoadedChunk:
     """A chunk whose KV comes from the store; `handles` are its pinned segments from `first_segment` on."""
 
@@ -51,14 +52,28 @@ class LoadedChunk:
     first_segment: int
     handles: tuple[ReadHandle, ...]
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every segment that must be written is pinned."""
+        return self.first_segment + len(self.handles) == len(self.chunk.segments)
+
+    def has_arrived(self, layer: int) -> bool:
+        """Whether the bytes of `layer` are all in memory."""
+        return all(handle.is_ready(layer) for handle in self.handles)
+
 
 @dataclass
 class StepWork:
-    """One step, sorted by where each chunk's KV comes from. Holds pins until `WorkerSide.end_step`."""
+    """One step, sorted by where each chunk's KV comes from. Holds pins until `WorkerSide.end_step`.
 
+    `live`: by request, the ranges whose only source is the recomputation phase.
+    """
+
+    plans: Sequence[StepPlan] = ()
     loads: list[LoadedChunk] = field(default_factory=list)
     generations: list[Generation] = field(default_factory=list)
     prefixes: list[LoadedChunk] = field(default_factory=list)
+    live: dict[str, list[TokenRange]] = field(default_factory=dict)
     recomputations: list[Recomputation] = field(default_factory=list)
     reports: dict[str, RequestReport] = field(default_factory=dict)
 
@@ -71,6 +86,8 @@ class _Transfers:
     gather: TransferPlan | None = None
     rotate: TransferPlan | None = None
     rope: RopeTable | None = None
+    # Chunks of `scatter` that are still being read from disk: awaited layer by layer.
+    arriving: tuple[LoadedChunk, ...] = ()
 
 
 _NOTHING = _Transfers()
@@ -95,6 +112,9 @@ class WorkerSide:
         self._transfer_s = 0.0
         self._reports: dict[str, RequestReport] = {}
         self._saving: list[WriteHandle] = []
+        self._damaged: list[LoadedChunk] = []
+        self._missing: list[SegmentKey] = []
+        self._num_submitted = 0
 
     @property
     def store(self) -> KVStore:
@@ -142,6 +162,11 @@ class WorkerSide:
         """What the store did since the last call."""
         return self._store.drain_events() if self._store is not None else []
 
+    def take_missing(self) -> list[SegmentKey]:
+        """Segments that the index promised and the store did not have, since the last call."""
+        missing, self._missing = self._missing, []
+        return missing
+
     def take_reports(self) -> dict[str, RequestReport]:
         """What happened to the tokens of requests since the last call."""
         reports, self._reports = self._reports, {}
@@ -152,20 +177,15 @@ class WorkerSide:
     def begin_step(self, plans: Sequence[StepPlan]) -> StepWork:
         """Pin what can be loaded and decide, chunk by chunk, between load, generation and full context."""
         self.in_step = True
-        work = StepWork()
+        work = StepWork(plans)
         # All reads are under way before the first is waited for.
         pinned = [[self._acquire(chunk) for chunk in plan.chunks] for plan in plans]
         for plan, chunk_handles in zip(plans, pinned, strict=True):
-            report = work.reports.setdefault(plan.request_id, RequestReport())
-            live = list(plan.live)
+            work.reports[plan.request_id] = RequestReport()
+            work.live[plan.request_id] = list(plan.live)
             for chunk, (first, handles) in zip(plan.chunks, chunk_handles, strict=True):
-                self._sort_chunk(work, LoadedChunk(plan, chunk, first, tuple(handles)), live, report)
-            ranges = union(plan.recompute, live)
-            report.live_tokens += total(union(live))
-            report.recomputed_tokens += total(ranges)
-            report.recomputed_ranges += ranges
-            if ranges:
-                work.recomputations.append(Recomputation(plan, tuple(ranges)))
+                self._sort_chunk(work, LoadedChunk(plan, chunk, first, tuple(handles)))
+        _plan_recomputations(work)
         return work
 
     def _acquire(self, chunk: ChunkWork) -> tuple[int, list[ReadHandle]]:
@@ -177,6 +197,10 @@ class WorkerSide:
         for segment in chunk.segments[first : chunk.num_cached]:
             handle = self.store.acquire(segment.key)
             if handle is None:
+                self._missing.append(segment.key)
+                break
+            if handle.num_tokens != segment.num_tokens:
+                self.store.release(handle)
                 break
             handles.append(handle)
         return first, handles
@@ -184,27 +208,29 @@ class WorkerSide:
     def _verified(self, loaded: LoadedChunk) -> LoadedChunk:
         """Wait for the chunk's bytes; from the first damaged segment on its pins are given back."""
         num_layers = len(self._caches)
-        segments = loaded.chunk.segments[loaded.first_segment :]
-        for number, (segment, handle) in enumerate(zip(segments, loaded.handles, strict=False)):
-            if handle.num_tokens != segment.num_tokens or not all(map(handle.wait, range(num_layers))):
+        for number, handle in enumerate(loaded.handles):
+            if not all(map(handle.wait, range(num_layers))):
                 self._release(loaded.handles[number:])
                 return replace(loaded, handles=loaded.handles[:number])
         return loaded
 
-    def _sort_chunk(
-        self, work: StepWork, pinned: LoadedChunk, live: list[TokenRange], report: RequestReport
-    ) -> None:
-        loaded = self._verified(pinned)
-        plan, chunk, handles = loaded.plan, loaded.chunk, loaded.handles
+    def _sort_chunk(self, work: StepWork, loaded: LoadedChunk) -> None:
+        plan, chunk = loaded.plan, loaded.chunk
+        if plan.warm or not loaded.is_whole:
+            # A warm request writes nothing, so nothing else would notice a damaged record; and a generation pass
+            # needs its beginning before it starts.
+            loaded = self._verified(loaded)
+        handles = loaded.handles
+        report = work.reports[plan.request_id]
         report.failed_segments += max(0, chunk.num_cached - loaded.first_segment - len(handles))
-        if loaded.first_segment + len(handles) == len(chunk.segments):
+        if loaded.is_whole:
             work.loads.append(loaded)
             report.loaded_tokens += chunk.end - chunk.write_from
         elif chunk.write_from > chunk.start:
             # Its beginning lies in blocks of the engine's prefix cache, re-encoded already and perhaps shared:
             # it cannot be generated on its own there.
             self._release(handles)
-            live.append((chunk.write_from, chunk.end))
+            work.live[plan.request_id].append((chunk.write_from, chunk.end))
         else:
             num_loaded = chunk.segments[len(handles) - 1].end if handles else 0
             if handles:
@@ -212,6 +238,17 @@ class WorkerSide:
             work.generations.append(Generation(plan, chunk, num_loaded))
             report.loaded_tokens += num_loaded
             report.generated_tokens += chunk.end - chunk.start - num_loaded
+
+    def give_up_damaged(self, work: StepWork) -> bool:
+        """Generate the chunks that a pass found damaged; True if there are any, and the pass must be repeated."""
+        damaged, self._damaged = self._damaged, []
+        for loaded in damaged:
+            work.loads.remove(loaded)
+            work.reports[loaded.plan.request_id].loaded_tokens -= loaded.chunk.end - loaded.chunk.write_from
+            self._release(loaded.handles)
+            self._sort_chunk(work, replace(loaded, handles=()))
+        _plan_recomputations(work)
+        return bool(damaged)
 
     def _release(self, handles: Iterable[ReadHandle]) -> None:
         for handle in handles:
@@ -253,10 +290,13 @@ class WorkerSide:
         """Arrange the pass in which the loaded chunks are written, without the tokens recomputed in it."""
         holes = {item.plan.request_id: item.ranges for item in work.recomputations}
         scatter = _Builder()
-        for loaded in work.loads:
-            if not loaded.plan.warm:
-                _add_load(scatter, loaded, holes.get(loaded.plan.request_id, ()), rotate=True)
-        self._pass = _Transfers(scatter=self._build(scatter), rope=self._rope_table(scatter))
+        wanted = [loaded for loaded in work.loads if not loaded.plan.warm]
+        for loaded in wanted:
+            _add_load(scatter, loaded, holes.get(loaded.plan.request_id, ()), rotate=True)
+        arriving = tuple(loaded for loaded in wanted if not loaded.has_arrived(len(self._caches) - 1))
+        self._pass = _Transfers(
+            scatter=self._build(scatter), rope=self._rope_table(scatter), arriving=arriving
+        )
 
     def load_without_forward(self) -> None:
         """Do the prepared loads at once: the step has no forward pass."""
@@ -265,23 +305,42 @@ class WorkerSide:
 
     def start_pass(self) -> None:
         """Hook: the forward pass is about to begin. On a GPU its loads run beside it, on a stream of their own."""
+        self._num_submitted = 0
         if self._stream is not None and self._pass.scatter is not None:
             self._stream.begin()
-            for layer in range(len(self._caches)):
-                self._stream.submit(layer, partial(self._load_layer, layer))
+            self._submit_arrived()
 
     def before_layer(self, layer_name: str) -> None:
         """Hook: the layer's K and V of this pass are written, its attention has not run."""
         if self._pass.scatter is not None:
             layer = self._layer_numbers[layer_name]
-            if self._stream is not None:
-                self._stream.wait(layer)
-            else:
+            if self._stream is None:
                 self._load_layer(layer)
+                return
+            while self._num_submitted <= layer:
+                self._submit_layer()
+            self._submit_arrived()
+            self._stream.wait(layer)
+
+    def _submit_arrived(self) -> None:
+        """Start the transfers of all layers that need not be waited for."""
+        while self._num_submitted < len(self._caches) and all(
+            loaded.has_arrived(self._num_submitted) for loaded in self._pass.arriving
+        ):
+            self._submit_layer()
+
+    def _submit_layer(self) -> None:
+        assert self._stream is not None
+        self._stream.submit(self._num_submitted, partial(self._load_layer, self._num_submitted))
+        self._num_submitted += 1
 
     def _load_layer(self, layer: int) -> None:
         if self._pass.scatter is not None:
             started = time.perf_counter()
+            for loaded in self._pass.arriving:
+                if loaded not in self._damaged and not all(handle.wait(layer) for handle in loaded.handles):
+                    # The pass goes on with whatever lies there, and is repeated.
+                    self._damaged.append(loaded)
             scatter_(self._caches[layer], self._get_layout(), self._pass.scatter, layer, self._pass.rope)
             self._transfer_s += time.perf_counter() - started
 
@@ -323,6 +382,46 @@ class WorkerSide:
                 TransferRange(handle.address, count, 0, count, chunk.start + segment.start, offset)
             )
 
+    # ---- start-up check ----
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of vLLM's KV cache."""
+        return int(self._caches[0].shape[0])
+
+    def reencoding_error(self, block: int, alone: int, num_tokens: int) -> tuple[float, float]:
+        """Re-encode block `alone` by `num_tokens` positions and compare its first layer with that of `block`.
+
+        Returns the largest difference of keys or values, as a share of the largest of them, and what rounding in
+        the dtypes of engine and store explains.
+        """
+        assert self._rope is not None
+        dtype = getattr(torch, self._dtype)
+        rotate = _Builder()
+        rotate.block_tables = [alone]
+        row = rotate.rope_row(num_tokens)
+        rotate.ranges = [TransferRange(NO_RECORD, 0, 0, num_tokens, 0, 0, row)]
+        gather = _Builder()
+        gather.block_tables = [block, alone]
+        _, num_kv_heads, _, width = self._caches[0].shape
+        shape = (2, len(self._caches), 2, num_tokens, num_kv_heads, width // 2)
+        records = torch.zeros(shape, dtype=dtype, pin_memory=self._caches[0].device.type == "cuda")
+        gather.ranges = [
+            TransferRange(record.data_ptr(), num_tokens, 0, num_tokens, 0, offset)
+            for offset, record in enumerate(records)
+        ]
+        rotation, saving = self._build(rotate), self._build(gather)
+        assert rotation is not None and saving is not None
+        rotate_(self._caches[0], self._get_layout(), rotation, 0, self._rope_table(rotate))
+        gather_(self._caches[0], self._get_layout(), saving, 0)
+        if self._stream is not None:
+            torch.cuda.current_stream().synchronize()
+        inside, moved = records[:, 0].float()
+        size = inside.flatten(1).abs().amax(1)
+        difference = ((inside - moved).flatten(1).abs().amax(1) / size).max()
+        exact = dtype == self._caches[0].dtype == torch.float32
+        return float(difference), 1e-3 if exact else 3e-2
+
     def _get_layout(self) -> KVLayout:
         assert self._layout is not None
         return self._layout
@@ -349,6 +448,19 @@ class WorkerSide:
     def stats(self) -> Any:
         """Counters of the store."""
         return self.store.stats()
+
+
+def _plan_recomputations(work: StepWork) -> None:
+    """What the partial-recomputation phase computes, from the plans and from what has become live."""
+    work.recomputations.clear()
+    for plan in work.plans:
+        live, report = work.live[plan.request_id], work.reports[plan.request_id]
+        ranges = union(plan.recompute, live)
+        report.live_tokens = total(union(live))
+        report.recomputed_tokens = total(ranges)
+        report.recomputed_ranges = ranges
+        if ranges:
+            work.recomputations.append(Recomputation(plan, tuple(ranges)))
 
 
 class _Builder:

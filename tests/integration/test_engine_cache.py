@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from daric_rag import DaricConfig, DaricEngine
+from daric_rag import ChunkedPrompt, DaricConfig, DaricEngine, GenerationResult
 from daric_rag.engine.result import RequestMetrics
 from daric_rag.errors import CacheUnavailableError
 from tests.engine_support import (
@@ -157,17 +157,57 @@ def test_damaged_files_are_misses(tiny_model: str, directory: Path, world: list[
         whole = engine.generate(prompt, sampling(), namespace="whole")
         mended = engine.generate(prompt, sampling())
         assert_same_answer(whole, mended)
-        idle_store(engine)
+        _find_damage_in_mid_pass(engine, directory, prompt, whole)
+        assert idle_store(engine)["damaged"] > 0
+
+
+def _find_damage_in_mid_pass(
+    engine: DaricEngine, directory: Path, prompt: ChunkedPrompt, whole: GenerationResult
+) -> None:
+    """Damage behind a sound header is met by the forward pass, which others take part in too."""
+    company = make_prompt((50, 51, 52))
+    decoding, prefilling = (
+        engine.generate(company, sampling(length, ignore_eos=True), reuse=False) for length in (150, 6)
+    )
+    # Other documents take the place in host memory; what the prompt needs is on disk only.
+    engine.generate(make_prompt((6, 7, 8, 9)), sampling(1), max_fraction=0.9)
+    deadline = time.monotonic() + 20
+    while engine.stats()["store"]["pending_writes"] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for file in directory.rglob("*.kv"):
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 0x10
+        file.write_bytes(content)
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(
+            engine.generate, company, sampling(150, ignore_eos=True), reuse=False, namespace="decoding"
+        )
+        time.sleep(0.1)
+        mended, plain = asyncio.run(_both(engine, prompt, company))
+        assert_same_answer(decoding, beside.result())
+    assert mended.metrics.failed_segments > 0
+    assert_adds_up(mended.metrics)
+    assert_same_answer(whole, mended)
+    assert_same_answer(prefilling, plain)
+
+
+async def _both(
+    engine: DaricEngine, prompt: ChunkedPrompt, company: ChunkedPrompt
+) -> tuple[GenerationResult, GenerationResult]:
+    """One request with reuse (a cap that caps nothing, so that vLLM's prefix cache cannot hit), one without."""
+    return await asyncio.gather(
+        engine.agenerate(prompt, sampling(), max_fraction=1.0),
+        engine.agenerate(company, sampling(6, ignore_eos=True), reuse=False, namespace="prefilling"),
+    )
 
 
 def test_redis_lost_and_found(sharing: DaricEngine, redis_server: RedisServer, world: list[int]) -> None:
     sharing.warm([make_document(seed) for seed in SEEDS], progress=False)
+    usual = max(_seconds_to_answer(sharing, number, world) for number in range(4))
     redis_server.kill()
-    durations = []
-    for number in range(4):
-        started = time.monotonic()
-        assert fresh_metrics(sharing, (number, 11), world).prompt_tokens > 0
-        durations.append(time.monotonic() - started)
+    without = [_seconds_to_answer(sharing, number, world) for number in range(4)]
+    # At most a second more; the rest is for the machine's other load.
+    assert max(without) < usual + 1 + 4
     redis_server.start()
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
@@ -177,10 +217,16 @@ def test_redis_lost_and_found(sharing: DaricEngine, redis_server: RedisServer, w
     assert fresh_metrics(sharing, (9, 2), world).generated_tokens == 0
 
 
+def _seconds_to_answer(engine: DaricEngine, number: int, world: list[int]) -> float:
+    started = time.monotonic()
+    assert fresh_metrics(engine, (number, 11), world).prompt_tokens > 0
+    return time.monotonic() - started
+
+
 def test_killed_while_writing(tiny_model: str, tmp_path: Path, world: list[int]) -> None:
     engine = open_engine(tiny_model, disk_path=str(tmp_path))
     documents = [make_document(seed, sentences=30) for seed in range(200, 240)]
-    writer = asyncio.run_coroutine_threadsafe(engine._warm(documents, False, None), engine._loop)
+    writer = asyncio.run_coroutine_threadsafe(engine._warm(documents, False, None, None), engine._loop)
     deadline = time.monotonic() + 60
     while not list(tmp_path.rglob("*.kv")) and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.lora.request import LoRARequest
 
 from daric_rag import DaricConfig, DaricEngine
 from tests.engine_support import (
@@ -14,16 +16,20 @@ from tests.engine_support import (
     assert_same_answer,
     idle_store,
     largest_difference,
+    make_document,
     make_prompt,
     sampling,
 )
+from tests.tiny_models import make_tiny_adapter
 
 pytestmark = pytest.mark.integration
+
+LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
 
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # name: (DaricConfig options, vLLM engine arguments)
     "no-prefix-cache": ({}, {"enable_prefix_caching": False}),
-    "chunked-prefill": ({}, {"max_num_batched_tokens": 96, "max_num_seqs": 8}),
+    "chunked-prefill": ({}, {"max_num_batched_tokens": 96, "max_num_seqs": 8, **LORA}),
     "large-blocks": ({"block_size": 64}, {"max_num_batched_tokens": 500}),
     # The CPU platform turns async scheduling off; the fixture turns it on again. It is the default on GPUs.
     "async-scheduling": ({}, {"max_num_batched_tokens": 256}),
@@ -121,6 +127,36 @@ def test_variants_reuse_the_same_way(variant: DaricEngine) -> None:
     third = variant.generate(prompt, sampling(), n_avg=16, namespace="elsewhere")
     for other in (second, third):
         assert_same_answer(first, other)
+
+
+@pytest.mark.parametrize("variant", ["chunked-prefill"], indirect=True)
+def test_adapters_share_nothing_and_are_exact(variant: DaricEngine, tmp_path: Path) -> None:
+    """Every sub-request computes with its request's adapter, whose KV no other adapter loads."""
+    adapters = [
+        LoRARequest(f"adapter-{number}", number, str(make_tiny_adapter(tmp_path / str(number), number)))
+        for number in (1, 2)
+    ]
+    prompt = make_prompt([16, 17, 18])
+    base = variant.generate(prompt, sampling(), reuse=False)
+    variant.generate(prompt, sampling(1), selection="all")
+    plain = [variant.generate(prompt, sampling(), reuse=False, lora_request=one) for one in adapters]
+    assert largest_difference(base, plain[0]) > 0.1
+    assert largest_difference(*plain) > 0.1
+    for adapter, expected in zip(adapters, plain, strict=True):
+        cold = variant.generate(prompt, sampling(), selection="all", lora_request=adapter)
+        warm = variant.generate(prompt, sampling(), selection="all", ratio=0.2, lora_request=adapter)
+        assert (cold.metrics.loaded_tokens, warm.metrics.generated_tokens) == (0, 0)
+        assert_same_answer(expected, cold)
+        assert_same_answer(expected, warm)
+    documents = [make_document(19)]
+    assert variant.warm(documents, progress=False, lora_request=adapters[0]).generated_tokens > 0
+    assert variant.warm(documents, progress=False, lora_request=adapters[0]).generated_tokens == 0
+    assert variant.warm(documents, progress=False, lora_request=adapters[1]).generated_tokens > 0
+    together = variant.generate(
+        [prompt] * 2, sampling(), selection="all", ratio=0.3, lora_request=adapters[1]
+    )
+    for result in together:
+        assert_same_answer(plain[1], result)
 
 
 def test_reuse_never_reaches_plain_requests(engine: DaricEngine) -> None:

@@ -14,6 +14,7 @@ from daric_rag.engine.result import Completion, GenerationResult, RequestMetrics
 from daric_rag.integrations import llama_index_calls
 from daric_rag.integrations.llama_index import DaricLLM, DaricPromptHelper, watch_retrieval
 from daric_rag.recognition import Recognizer, split_by_matches
+from tests.character_tokenizer import CharacterTokenizer
 from tests.llama_index_support import WordEmbedding
 
 DOCUMENTS = [
@@ -23,20 +24,6 @@ DOCUMENTS = [
 ]
 QUESTIONS = ["When does the ferry leave the harbour?", "Which dark bread has the bakery?"]
 METRICS = RequestMetrics(1, 0, 0, 0, 0, 1, 1, ttft_s=0.1)
-
-
-class CharacterTokenizer:
-    """Tokens are characters."""
-
-    chat_template = "yes"
-
-    def __call__(self, text, **options):
-        return {"input_ids": [ord(character) for character in text]}
-
-    def apply_chat_template(self, messages, tools, tokenize, add_generation_prompt):
-        return (
-            "".join(f"[{message['role']}]{message['content']}[end]" for message in messages) + "[assistant]"
-        )
 
 
 class LayoutEngine:

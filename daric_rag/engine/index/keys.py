@@ -18,6 +18,7 @@ KEY_BYTES = 32
 SEGMENT_TOKENS = 256
 """Most tokens in one segment, the atomic unit of index and storage."""
 
+_CONFIG_NAMES = ("config.json", "adapter_config.json")
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _WINDOW_BYTES = 4096
 _WINDOWS_PER_FILE = 256
@@ -82,11 +83,11 @@ def segment_chain(
 def model_fingerprint(path: str | os.PathLike[str]) -> str:
     """Return 64 hex digits that identify the weights in a local model directory (or of one weight file).
 
-    Hashed are config.json, and of every weight file its name, size and 256 evenly spaced windows of 4 KiB,
-    first and last bytes included (files up to 1 MiB whole). Reading all of many gigabytes at every start
-    would take minutes; the windows meet every tensor larger than 1/256 of its file, so retrained, merged or
-    edited weights differ, while a deliberate change of a few bytes may not be seen. For a hub id pass its
-    snapshot directory.
+    Hashed are config.json (adapter_config.json of a LoRA adapter), and of every weight file its name, size and
+    256 evenly spaced windows of 4 KiB, first and last bytes included (files up to 1 MiB whole). Reading all of
+    many gigabytes at every start would take minutes; the windows meet every tensor larger than 1/256 of its
+    file, so retrained, merged or edited weights differ, while a deliberate change of a few bytes may not be
+    seen. For a hub id pass its snapshot directory.
 
     Raises:
         ValueError: `path` does not exist, or has neither a config.json nor weights.
@@ -111,7 +112,7 @@ def model_fingerprint(path: str | os.PathLike[str]) -> str:
 
 
 def _identifies_model(file: Path) -> bool:
-    return file.is_file() and (file.name == "config.json" or file.suffix in _WEIGHT_SUFFIXES)
+    return file.is_file() and (file.name in _CONFIG_NAMES or file.suffix in _WEIGHT_SUFFIXES)
 
 
 def _hash_windows(digest: "hashlib.blake2b", file: Path, size: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -129,6 +129,16 @@ class WriteHandle:
             self._abandon(self.record)
 
 
+class Arrival(Protocol):
+    """The progress of a record that is still being read, layer by layer."""
+
+    def is_ready(self, layer: int) -> bool:
+        """Whether `layer` is in memory and verified."""
+
+    def wait(self, layer: int) -> bool:
+        """Block until it is; False if it will not be."""
+
+
 class ReadHandle:
     """A pinned record: `data`, `uint8[payload_nbytes]` at `address`, is valid until `KVStore.release`.
 
@@ -136,7 +146,7 @@ class ReadHandle:
     release is unpinned.
     """
 
-    __slots__ = ("_abandon", "_wait", "address", "data", "key", "num_tokens", "record", "tier")
+    __slots__ = ("_abandon", "_arrival", "address", "data", "key", "num_tokens", "record", "tier")
 
     def __init__(
         self,
@@ -145,7 +155,7 @@ class ReadHandle:
         tier: Tier,
         data: Bytes,
         record: object,
-        wait: Callable[[int], bool] | None,
+        arrival: Arrival | None,
         abandon: Callable[[object], None],
     ) -> None:
         self.key = key
@@ -154,12 +164,16 @@ class ReadHandle:
         self.data = data
         self.address = int(data.ctypes.data)
         self.record: object | None = record
-        self._wait = wait
+        self._arrival = arrival
         self._abandon = abandon
 
     def wait(self, layer: int) -> bool:
         """Block until the bytes of `layer` are resident and verified; False means damaged or gone: a miss."""
-        return self._wait is None or self._wait(layer)
+        return self._arrival is None or self._arrival.wait(layer)
+
+    def is_ready(self, layer: int) -> bool:
+        """Whether `wait(layer)` would return True at once."""
+        return self._arrival is None or self._arrival.is_ready(layer)
 
     def __del__(self) -> None:
         if getattr(self, "record", None) is not None:

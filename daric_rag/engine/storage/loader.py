@@ -53,6 +53,10 @@ class Load:
         self._failed = False
         self._changed = threading.Condition()
 
+    def is_ready(self, layer: int) -> bool:
+        """Whether `layer` is in memory and verified."""
+        return self._ready_layers > layer
+
     def wait(self, layer: int) -> bool:
         """True once `layer` is in memory and verified; False if it will not be, or nothing moves for 30 s."""
         if self._ready_layers > layer:

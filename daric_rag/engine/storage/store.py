@@ -250,9 +250,9 @@ class KVStore:
         self._host.pin(record)
         self._host.touch(record)
         self._pins += 1
-        wait = record.load.wait if record.load is not None and tier == "disk" else None
+        arrival = record.load if tier == "disk" else None
         return ReadHandle(
-            record.key, record.num_tokens, tier, record.data, record, wait, self._dropped_reads.append
+            record.key, record.num_tokens, tier, record.data, record, arrival, self._dropped_reads.append
         )
 
     def _count_hit(self, handle: ReadHandle | None) -> ReadHandle | None:

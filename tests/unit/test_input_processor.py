@@ -1,0 +1,86 @@
+"""Chunks, padding and layout of prompts, and what happens at the end of the model's window."""
+
+from __future__ import annotations
+
+import pytest
+
+from daric_rag import ChatMessage, ChatPrompt, ChunkedPrompt, Document, Live
+from daric_rag.config import DaricConfig
+from daric_rag.engine.input_processor import InputProcessor
+from tests.character_tokenizer import CharacterTokenizer
+
+BLOCK = 32
+CONFIG = DaricConfig()
+
+
+def make_processor(max_model_len: int = 1000) -> InputProcessor:
+    return InputProcessor(CharacterTokenizer(), BLOCK, max_model_len, 0x110000, "\n")
+
+
+def text_of(token_ids: list[int], bound: tuple[int, int]) -> str:
+    return "".join(map(chr, token_ids[bound[0] : bound[1]]))
+
+
+def test_chunks_start_on_block_boundaries_and_keep_their_tokens() -> None:
+    processed = make_processor().process(
+        ChunkedPrompt("system", ["first", "x" * 32, "third"], "query"), CONFIG
+    )
+    assert all(start % BLOCK == 0 for start, _ in processed.bounds)
+    assert [text_of(processed.token_ids, bound) for bound in processed.documents] == [
+        "first" + "\n" * 27,
+        "x" * 32,
+        "third" + "\n" * 27,
+    ]
+    assert processed.live == (False, False, False, False, True)
+    text = "".join(map(chr, processed.token_ids))
+    assert (
+        text.replace("\n", "") == "[system]system[end][user]first" + "x" * 32 + "thirdquery[end][assistant]"
+    )
+    assert processed.padding_tokens == text.count("\n")
+
+
+def test_a_document_is_the_same_tokens_wherever_it_stands() -> None:
+    processor = make_processor()
+    alone = processor.warm_chunk("  a document ").token_ids
+    for documents in (["a document", "b"], ["b", "a document"], ["b", Live("Source 2:"), "\na document"]):
+        processed = processor.process(ChunkedPrompt("", documents, "q"), CONFIG)
+        chunks = [processed.token_ids[start:end] for start, end in processed.documents]
+        assert alone in chunks
+
+
+def test_live_pieces_between_documents_are_not_cached() -> None:
+    message = ChatMessage(
+        "user", [Document("one"), "\n\n", Document("two"), "Source 3:", Document("three"), "?"]
+    )
+    processed = make_processor().process(ChatPrompt([message]), CONFIG)
+    assert len(processed.documents) == 3
+    live = [
+        text_of(processed.token_ids, bound).strip()
+        for bound, is_live in zip(processed.bounds, processed.live, strict=True)
+        if is_live
+    ]
+    assert live == ["Source 3:", "?[end][assistant]"]
+
+
+def test_empty_documents_are_dropped_and_counted() -> None:
+    processed = make_processor().process(ChunkedPrompt("s", ["", "a", " \n"], "q"), CONFIG)
+    assert (len(processed.documents), processed.dropped_documents) == (1, 2)
+
+
+@pytest.mark.parametrize("spare", [0, 1, 40])
+def test_a_prompt_that_only_padding_makes_too_long_is_sent_without_it(spare: int) -> None:
+    prompt = ChunkedPrompt("system", ["first", "second", "third"], "query")
+    roomy = make_processor().process(prompt, CONFIG)
+    needed = len(roomy.token_ids) - roomy.padding_tokens
+    processed = make_processor(needed + 1 + spare).process(prompt, CONFIG)
+    assert "".join(map(chr, processed.token_ids)) == "".join(map(chr, roomy.token_ids)).replace("\n", "")
+    assert (processed.bounds, processed.padding_tokens) == ((), 0)
+    with pytest.raises(ValueError, match=rf"{len(roomy.token_ids)} tokens.* at most {needed - 1} "):
+        make_processor(needed).process(prompt, CONFIG)
+    exact = make_processor(len(roomy.token_ids) + 1).process(prompt, CONFIG)
+    assert exact == roomy
+
+
+def test_token_ids_outside_the_vocabulary_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"token id 1114112 is outside the vocabulary of 1114112 tokens"):
+        make_processor().process(ChunkedPrompt("s", [[5, 0x110000]], "q"), CONFIG)
