@@ -20,7 +20,7 @@ DO_NOT_TRACK := 1
 export PYTHON PIP_ARGS TORCH_INDEX OMP_NUM_THREADS VLLM_NO_USAGE_STATS DO_NOT_TRACK
 
 # No target is a file: the scripts know themselves what is up to date.
-.PHONY: help venv build-ext demo test test-cli unit integration check bench clean
+.PHONY: help venv build-ext demo test unit integration check bench clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -35,13 +35,9 @@ build-ext: venv ## Build the C++ extension in place where a compiler exists
 demo: build-ext ## Answer questions over a folder of documents, with and without reuse
 	@$(PY) -m daric_rag.demo $(DEMO_ARGS)
 
-test: build-ext ## Tests: unit first, then integration; those of the command line have a target of their own
+test: build-ext ## All tests: unit first, then integration
 	@scripts/system-packages redis-server
-	@$(PY) -m pytest tests/unit tests/integration --ignore=tests/integration/test_cli.py $(PYTEST_ARGS)
-
-test-cli: build-ext ## The command line, demo and examples as processes; every test starts an engine of its own
-	@scripts/system-packages redis-server
-	@$(PY) -m pytest tests/integration/test_cli.py $(PYTEST_ARGS)
+	@$(PY) -m pytest tests/unit tests/integration $(PYTEST_ARGS)
 
 unit: venv ## Only the tests that need no engine and no server
 	@$(PY) -m pytest tests/unit $(PYTEST_ARGS)

@@ -127,6 +127,20 @@ def _storage(arguments: argparse.Namespace) -> tuple[Any, Rows]:
     return result, cache.storage_rows(result)
 
 
+def _integrations(arguments: argparse.Namespace) -> tuple[Any, Rows]:
+    from benchmarks import datasets, integrations
+    from daric_rag import DaricConfig, DaricEngine
+
+    documents = datasets.load_questions(None, 1)[0].documents
+    config = DaricConfig(host_bytes=512 << 20, kv_pool_bytes=1 << 30)
+    with (
+        DaricEngine(arguments.model, config, max_model_len=4096) as engine,
+        progress_bar(2 * integrations.CALLS + 2, "integrations", "call") as bar,
+    ):
+        result = integrations.run(engine, documents, bar)
+    return result, integrations.rows(result)
+
+
 PARTS: dict[str, Callable[[argparse.Namespace], tuple[Any, Rows]]] = {
     "reuse": _reuse,
     "memory": _memory,
@@ -134,6 +148,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], tuple[Any, Rows]]] = {
     "lookup": _lookup,
     "disk": _disk,
     "storage": _storage,
+    "integrations": _integrations,
 }
 
 

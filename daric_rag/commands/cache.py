@@ -75,7 +75,18 @@ def _stats(options: argparse.Namespace) -> int:
     if not models:
         print(f"Nothing is stored in {options.disk}")
         return 0
-    titles = ("model", "key", "namespaces", "documents", "segments", "tokens", "on disk")
+    titles = (
+        "model",
+        "key",
+        "namespaces",
+        "documents",
+        "segments",
+        "tokens",
+        "on disk",
+        "in memory",
+        "hits",
+        "evictions",
+    )
     print_table(titles, [_row(model) for model in models])
     total = sum(model.nbytes for model in models)
     print(f"\n{bytes_text(total)} in {options.disk}")
@@ -248,6 +259,9 @@ def _as_json(model: CachedModel) -> dict[str, Any]:
         "segments": model.records,
         "tokens": model.num_tokens,
         "disk_bytes": model.nbytes,
+        "host_bytes": model.host_nbytes,
+        "hits": model.hits,
+        "evictions": model.evictions,
         "dtype": None if model.spec is None else model.spec.dtype,
     }
 
@@ -256,7 +270,9 @@ def _row(model: CachedModel) -> Sequence[str]:
     names = ", ".join(name or "(none)" for name in model.namespaces)
     counts = (str(model.documents), str(model.records), str(model.num_tokens))
     key = model.root.hex()[:_ROOT_DIGITS]
-    return (_short_name(model.model_id), key, names, *counts, bytes_text(model.nbytes))
+    sizes = (bytes_text(model.nbytes), bytes_text(model.host_nbytes))
+    used = (str(model.hits), str(model.evictions))
+    return (_short_name(model.model_id), key, names, *counts, *sizes, *used)
 
 
 def _removal_json(report: RemovalReport) -> dict[str, Any]:

@@ -170,36 +170,6 @@ def test_ctrl_c_while_the_engine_starts(environment, folder, killed, to_group):
     assert not psutil.wait_procs(children, timeout=30)[1]
 
 
-def test_the_demo_reuses_every_document_in_another_order(environment):
-    demo = finished(environment, "-m", "daric_rag.demo")
-    assert demo.returncode == 0, demo.stderr
-    assert demo.stderr == ""
-    assert "\x1b" not in demo.stdout
-    assert max(map(len, demo.stdout.splitlines())) <= 100
-    counts = re.findall(r"(\d+) tokens: (\d+) loaded, (\d+) generated, (\d+) engine hits", demo.stdout)
-    (cold, *warm) = [tuple(map(int, count)) for count in counts]
-    assert cold[1] == 0 and cold[2] > 1500
-    assert len(warm) == 2
-    for prompt, loaded, generated, hits in warm:
-        assert generated == 0
-        # The system prompt is the only thing that vLLM's own prefix cache can have.
-        assert hits == 32 and prompt - loaded - hits < 32
-    orders = re.findall(r"system prompt.*?question ", demo.stdout, re.DOTALL)
-    names = [re.findall(r"(\w+\.txt)", order) for order in orders]
-    assert len(names) == 3 and names[0] != names[1] != names[2] != names[0]
-    assert set(names[0]) == set(names[1]) == set(names[2])
-
-
-def test_the_code_in_the_readme_runs(environment, tmp_path):
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(from vllm.*?)```", readme, re.DOTALL)
-    (tmp_path / "example.py").write_text(code)
-    done = finished(environment, str(tmp_path / "example.py"))
-    assert done.returncode == 0, done.stderr
-    answers = [line for line in done.stdout.splitlines() if re.search(r" 96 \d+\.\d+$", line)]
-    assert len(answers) == 2
-
-
 def test_ask_prints_answer_and_sources_on_stdout_and_counts_on_stderr(
     engine: DaricEngine, folder, monkeypatch, tmp_path, capsys
 ):

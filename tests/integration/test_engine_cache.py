@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -15,7 +15,7 @@ import pytest
 
 from daric_rag import ChunkedPrompt, DaricConfig, DaricEngine, GenerationResult
 from daric_rag.engine.result import RequestMetrics
-from daric_rag.errors import CacheUnavailableError
+from daric_rag.errors import CacheUnavailableError, DaricError
 from tests.engine_support import (
     assert_adds_up,
     assert_same_answer,
@@ -88,20 +88,26 @@ def test_loaded_from_disk_is_what_was_generated(sharing: DaricEngine) -> None:
     assert_same_answer(loaded, generated)
 
 
+@pytest.fixture(scope="module")
+def beside(sharing: DaricEngine, tiny_model: str, directory: Path) -> Iterator[DaricEngine]:
+    """A second engine on the directory, without Redis, whose host tier holds a few documents only."""
+    with open_engine(tiny_model, disk_path=str(directory), host_bytes=1 << 20) as second:
+        yield second
+
+
 def test_a_second_engine_beside_the_first_hits(
-    sharing: DaricEngine, tiny_model: str, directory: Path, world: list[int]
+    sharing: DaricEngine, beside: DaricEngine, world: list[int]
 ) -> None:
-    with open_engine(tiny_model, disk_path=str(directory)) as beside:
-        metrics = fresh_metrics(beside, (1, 4), world)
-        assert metrics.loaded_tokens >= document_tokens(beside, make_prompt((1, 4)))
-        # What the first engine adds while the second runs is found on disk, without Redis.
-        sharing.warm([make_document(100)], progress=False)
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
-            if fresh_metrics(beside, (100,), world).generated_tokens == 0:
-                break
-        assert fresh_metrics(beside, (100, 1), world).generated_tokens == 0
-        _ask_both_at_once(sharing, beside)
+    metrics = fresh_metrics(beside, (1, 4), world)
+    assert metrics.loaded_tokens >= document_tokens(beside, make_prompt((1, 4)))
+    # What the first engine adds while the second runs is found on disk, without Redis.
+    sharing.warm([make_document(100)], progress=False)
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if fresh_metrics(beside, (100,), world).generated_tokens == 0:
+            break
+    assert fresh_metrics(beside, (100, 1), world).generated_tokens == 0
+    _ask_both_at_once(sharing, beside)
 
 
 def _ask_both_at_once(one: DaricEngine, other: DaricEngine) -> None:
@@ -131,34 +137,34 @@ def test_tenants_share_nothing(sharing: DaricEngine) -> None:
     assert [result.metrics.engine_hit_tokens for result in plain] == [0, 0]
 
 
-def test_damaged_files_are_misses(tiny_model: str, directory: Path, world: list[int]) -> None:
+def test_damaged_files_are_misses(beside: DaricEngine, directory: Path, world: list[int]) -> None:
     """Deleted, truncated, altered and foreign files while serving: the right answer, computed anew."""
-    with open_engine(tiny_model, disk_path=str(directory), host_bytes=1 << 20) as engine:
-        prompt = make_prompt((0, 1, 2, 3, 4, 5))
-        reference = engine.generate(prompt, sampling(), reuse=False)
-        files = sorted(directory.rglob("*.kv"))
-        assert len(files) >= 12
-        for number, file in enumerate(files):
-            if number % 4 == 0:
-                file.unlink()
-            elif number % 4 == 1:
-                os.truncate(file, file.stat().st_size // 2)
-            elif number % 4 == 2:
-                content = bytearray(file.read_bytes())
-                content[len(content) // 2] ^= 0x10
-                file.write_bytes(content)
-            else:
-                file.write_bytes(files[number - 1].read_bytes())
-        exact = engine.generate(prompt, sampling(), selection="all")
-        assert_same_answer(reference, exact)
-        damaged = fresh_metrics(engine, (6, 7, 8, 9), world)
-        assert damaged.generated_tokens > 0
-        assert_adds_up(damaged)
-        whole = engine.generate(prompt, sampling(), namespace="whole")
-        mended = engine.generate(prompt, sampling())
-        assert_same_answer(whole, mended)
-        _find_damage_in_mid_pass(engine, directory, prompt, whole)
-        assert idle_store(engine)["damaged"] > 0
+    engine = beside
+    prompt = make_prompt((0, 1, 2, 3, 4, 5))
+    reference = engine.generate(prompt, sampling(), reuse=False)
+    files = sorted(directory.rglob("*.kv"))
+    assert len(files) >= 12
+    for number, file in enumerate(files):
+        if number % 4 == 0:
+            file.unlink()
+        elif number % 4 == 1:
+            os.truncate(file, file.stat().st_size // 2)
+        elif number % 4 == 2:
+            content = bytearray(file.read_bytes())
+            content[len(content) // 2] ^= 0x10
+            file.write_bytes(content)
+        else:
+            file.write_bytes(files[number - 1].read_bytes())
+    exact = engine.generate(prompt, sampling(), selection="all")
+    assert_same_answer(reference, exact)
+    damaged = fresh_metrics(engine, (6, 7, 8, 9), world)
+    assert damaged.generated_tokens > 0
+    assert_adds_up(damaged)
+    whole = engine.generate(prompt, sampling(), namespace="whole")
+    mended = engine.generate(prompt, sampling())
+    assert_same_answer(whole, mended)
+    _find_damage_in_mid_pass(engine, directory, prompt, whole)
+    assert idle_store(engine)["damaged"] > 0
 
 
 def _find_damage_in_mid_pass(
@@ -223,38 +229,67 @@ def _seconds_to_answer(engine: DaricEngine, number: int, world: list[int]) -> fl
     return time.monotonic() - started
 
 
-def test_killed_while_writing(tiny_model: str, tmp_path: Path, world: list[int]) -> None:
-    engine = open_engine(tiny_model, disk_path=str(tmp_path))
-    documents = [make_document(seed, sentences=30) for seed in range(200, 240)]
-    writer = asyncio.run_coroutine_threadsafe(engine._warm(documents, False, None, None), engine._loop)
-    deadline = time.monotonic() + 60
-    while not list(tmp_path.rglob("*.kv")) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    for child in psutil.Process().children(recursive=True):
-        if _belongs_to(engine, child):
-            os.kill(child.pid, signal.SIGKILL)
-    with pytest.raises(Exception, match=r"died|closed"):
-        writer.result(timeout=60)
-    engine.close()
-    with open_engine(tiny_model, disk_path=str(tmp_path)) as restarted:
-        warmed = restarted.warm(documents, progress=False)
-        assert warmed.cached_documents > 0
-        prompt = make_prompt((1,))
-        exact = restarted.generate(prompt, sampling(), selection="all")
-        assert_same_answer(restarted.generate(prompt, sampling(), reuse=False), exact)
-        assert not [file for file in tmp_path.rglob("*.tmp*")]
+@dataclass(frozen=True)
+class Killed:
+    """An engine whose processes were killed while it wrote and answered, and what its callers were told."""
+
+    engine: DaricEngine
+    directory: Path
+    warm_error: BaseException | None
+    stream_error: BaseException | None
+    seconds: float
 
 
-def _belongs_to(engine: DaricEngine, child: psutil.Process) -> bool:
-    manager = engine._llm.engine_core.resources.engine_manager
-    pids = {process.pid for process in manager.processes}
-    return child.pid in pids or any(parent.pid in pids for parent in child.parents())
+KILLED_DOCUMENTS = [make_document(seed, sentences=30) for seed in range(200, 240)]
+NARROW = {"storage_dtype": "bfloat16", "host_bytes": 600 << 10}
+"""KV kept in bfloat16 in a host tier that holds a few documents only."""
 
 
 @pytest.fixture(scope="module")
-def narrow(tiny_model: str) -> Iterator[DaricEngine]:
-    """KV kept in bfloat16 in a host tier that holds a few documents only."""
-    with open_engine(tiny_model, storage_dtype="bfloat16", host_bytes=600 << 10) as shared:
+def killed(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Killed:
+    path = tmp_path_factory.mktemp("killed")
+    engine = open_engine(tiny_model, disk_path=str(path), **NARROW)
+    with ThreadPoolExecutor(1) as pool:
+        warming = pool.submit(engine.warm, KILLED_DOCUMENTS, progress=False)
+        chunks = engine.stream(make_prompt([1]), sampling(3500, ignore_eos=True))
+        next(chunks)
+        deadline = time.monotonic() + 60
+        while not list(path.rglob("*.kv")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for process in _processes(engine):
+            process.kill()
+        started = time.monotonic()
+        stream_error = _error_of(lambda: list(chunks))
+        return Killed(engine, path, warming.exception(60), stream_error, time.monotonic() - started)
+
+
+def _error_of(call: Callable[[], object]) -> BaseException | None:
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
+
+
+def test_callers_of_a_killed_engine_are_told_at_once(killed: Killed) -> None:
+    for error in (killed.warm_error, killed.stream_error):
+        assert isinstance(error, DaricError) and "died" in str(error)
+    with pytest.raises(DaricError):
+        killed.engine.generate(make_prompt([1]), sampling(1))
+    assert killed.seconds < 60
+    assert killed.engine.closed
+    killed.engine.close()
+    killed.engine.close()
+    with pytest.raises(DaricError, match="closed"):
+        killed.engine.generate(make_prompt([1]), sampling(1))
+    with pytest.raises(DaricError, match="closed"):
+        killed.engine.stats()
+
+
+@pytest.fixture(scope="module")
+def narrow(tiny_model: str, killed: Killed) -> Iterator[DaricEngine]:
+    """The next engine on the killed one's directory."""
+    with open_engine(tiny_model, disk_path=str(killed.directory), **NARROW) as shared:
         yield shared
 
 
@@ -269,6 +304,15 @@ def test_storage_dtype_halves_the_bytes_and_changes_little(narrow: DaricEngine) 
     loaded = narrow.generate(prompt, sampling(1), n_avg=16, ratio=0.11)
     assert loaded.metrics.generated_tokens == 0
     assert 0 < largest_difference(generated, loaded) < 0.3
+
+
+def test_what_was_written_before_the_kill_hits(narrow: DaricEngine, killed: Killed) -> None:
+    warmed = narrow.warm(KILLED_DOCUMENTS, progress=False)
+    assert warmed.cached_documents > 0
+    prompt = make_prompt((1,))
+    exact = narrow.generate(prompt, sampling(), selection="all")
+    assert_same_answer(narrow.generate(prompt, sampling(), reuse=False), exact)
+    assert not [file for file in killed.directory.rglob("*.tmp*")]
 
 
 def test_eviction_and_aborts_leave_no_pins_and_no_growth(narrow: DaricEngine) -> None:
@@ -299,11 +343,15 @@ def test_eviction_and_aborts_leave_no_pins_and_no_growth(narrow: DaricEngine) ->
     assert_same_answer(narrow.generate(prompt, sampling(), reuse=False), exact)
 
 
+def _processes(engine: DaricEngine) -> list[psutil.Process]:
+    """vLLM's processes of an engine."""
+    manager = engine._llm.engine_core.resources.engine_manager
+    processes = [psutil.Process(process.pid) for process in manager.processes]
+    return [*processes, *(child for process in processes for child in process.children(recursive=True))]
+
+
 def _resident(engine: DaricEngine) -> int:
-    pids = {process.pid for process in engine._llm.engine_core.resources.engine_manager.processes}
-    processes = [psutil.Process(pid) for pid in pids]
-    processes += [child for process in processes for child in process.children(recursive=True)]
-    return sum(process.memory_info().rss for process in processes)
+    return sum(process.memory_info().rss for process in _processes(engine))
 
 
 def test_redis_absent_at_start(tiny_model: str) -> None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
-from daric_rag import ChunkedPrompt, DaricConfig, DaricEngine, DaricError
+from daric_rag import ChunkedPrompt, DaricEngine, DaricError
 from daric_rag.errors import UnsupportedModelError
 from tests.engine_support import make_document, make_prompt, sampling
 
@@ -87,34 +83,6 @@ def test_model_that_cannot_be_reencoded(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes((Path(resolve_model("smollm2-135m")) / name).read_bytes())
     with pytest.raises(UnsupportedModelError):
         DaricEngine(str(tmp_path))
-
-
-def test_closed_engine_and_killed_process(tiny_model: str) -> None:
-    config = DaricConfig(kv_pool_bytes=32 << 20, host_bytes=16 << 20)
-    engine = DaricEngine(tiny_model, config, max_model_len=4096)
-    chunks = engine.stream(make_prompt([1]), sampling(3500, ignore_eos=True))
-    next(chunks)
-    os.kill(_worker_of(engine), signal.SIGKILL)
-    started = time.monotonic()
-    with pytest.raises(DaricError, match="died"):
-        for _ in chunks:
-            pass
-    with pytest.raises(DaricError):
-        engine.generate(make_prompt([1]), sampling(1))
-    assert time.monotonic() - started < 60
-    assert engine.closed
-    engine.close()
-    engine.close()
-    with pytest.raises(DaricError, match="closed"):
-        engine.generate(make_prompt([1]), sampling(1))
-    with pytest.raises(DaricError, match="closed"):
-        engine.stats()
-
-
-def _worker_of(engine: DaricEngine) -> int:
-    [core] = engine._llm.engine_core.resources.engine_manager.processes
-    workers = [child for child in psutil.Process(core.pid).children() if "Worker" in child.name()]
-    return workers[0].pid
 
 
 def test_importing_daric_rag_is_light() -> None:

@@ -28,12 +28,17 @@ LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
 
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # name: (DaricConfig options, vLLM engine arguments)
-    "no-prefix-cache": ({}, {"enable_prefix_caching": False}),
-    "chunked-prefill": ({}, {"max_num_batched_tokens": 96, "max_num_seqs": 8, **LORA}),
-    "large-blocks": ({"block_size": 64}, {"max_num_batched_tokens": 500}),
+    "no-prefix-cache-large-blocks": (
+        {"block_size": 64},
+        {"enable_prefix_caching": False, "max_num_batched_tokens": 500},
+    ),
+    "chunked-prefill-lora": ({}, {"max_num_batched_tokens": 96, "max_num_seqs": 8, **LORA}),
     # The CPU platform turns async scheduling off; the fixture turns it on again. It is the default on GPUs.
-    "async-scheduling": ({}, {"max_num_batched_tokens": 256}),
-    "tiny-pool": ({"kv_pool_bytes": 2_621_440, "host_bytes": 1 << 20}, {"max_num_seqs": 8}),
+    # A pool of 80 blocks, for eight requests of some 30: vLLM preempts.
+    "async-scheduling-tiny-pool": (
+        {"kv_pool_bytes": 2_621_440, "host_bytes": 1 << 20},
+        {"max_num_batched_tokens": 256, "max_num_seqs": 8},
+    ),
 }
 
 
@@ -43,7 +48,7 @@ def variant(request: pytest.FixtureRequest, tiny_model: str) -> Iterator[DaricEn
     config, engine_args = SETTINGS[request.param]
     options = {"kv_pool_bytes": 64 << 20, "host_bytes": 64 << 20, **config}
     with pytest.MonkeyPatch.context() as patch:
-        if request.param == "async-scheduling":
+        if request.param.startswith("async-scheduling"):
             _schedule_asynchronously(patch)
         shared = DaricEngine(tiny_model, DaricConfig(**options), max_model_len=2048, **engine_args)
     with shared:
@@ -129,7 +134,7 @@ def test_variants_reuse_the_same_way(variant: DaricEngine) -> None:
         assert_same_answer(first, other)
 
 
-@pytest.mark.parametrize("variant", ["chunked-prefill"], indirect=True)
+@pytest.mark.parametrize("variant", ["chunked-prefill-lora"], indirect=True)
 def test_adapters_share_nothing_and_are_exact(variant: DaricEngine, tmp_path: Path) -> None:
     """Every sub-request computes with its request's adapter, whose KV no other adapter loads."""
     adapters = [

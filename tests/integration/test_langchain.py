@@ -76,7 +76,7 @@ class _OfEmbeddedModel:
     @property
     def standard_chat_model_params(self) -> dict[str, Any]:
         # Nothing is called over a network, so there is no time-out, no retry and no key.
-        return {"temperature": 0, "max_tokens": 100, "stop": []}
+        return {"temperature": 0, "max_tokens": 64, "stop": []}
 
 
 class TestChatDaricUnit(_OfEmbeddedModel, ChatModelUnitTests):

@@ -149,14 +149,20 @@ def test_scheduler_side_reports_what_the_index_holds() -> None:
     events = [
         StoreEvent("added", segment.key, segment.parent, segment.num_tokens, "host") for segment in segments
     ]
-    side.apply(events[:2], ROOT)
+    side.apply([], events[:2], ROOT)
     assert look_up(side, "b", layout) == 2 * BLOCK  # the second chunk lacks its second segment
-    side.apply(events[2:], ROOT)
+    side.apply([], events[2:], ROOT)
     assert look_up(side, "c", layout) == 12 * BLOCK
     assert look_up(side, "c", layout, prefix=5 * BLOCK) == 7 * BLOCK
     removed = segments[-1]
-    side.apply([StoreEvent("removed", removed.key, removed.parent, removed.num_tokens, "host")], ROOT)
+    side.apply([], [StoreEvent("removed", removed.key, removed.parent, removed.num_tokens, "host")], ROOT)
     assert look_up(side, "d", layout) == 2 * BLOCK
+    # What the store lacked is forgotten, unless it was stored since.
+    side.apply([segments[0].key, segments[1].key], events[:1], ROOT)
+    assert look_up(side, "d", layout) == 2 * BLOCK
+    side.apply([segments[0].key], [], ROOT)
+    assert look_up(side, "d", layout) == 0
+    side.apply([], events[:1], ROOT)
     assert side.index.lookup([[segments[0].key]]) == [1]
     for name in "abcd":
         side.finished(name)

@@ -12,6 +12,7 @@ import pytest
 
 from daric_rag.engine.storage import record_path, scan_directory
 from daric_rag.engine.storage.archive import export_records, import_records
+from daric_rag.engine.storage.counters import report_counters
 from daric_rag.engine.storage.maintenance import clear, list_models, verify
 from daric_rag.engine.storage.manifest import Manifest, read_manifest, update_manifest
 from daric_rag.engine.storage.record import MAGIC
@@ -238,3 +239,44 @@ def _archive(directory: Path, members: list[tuple[str, bytes]]) -> str:
             member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
     return str(archive)
+
+
+def test_uses_are_counted_over_engines_and_restarts(tmp_path: Path) -> None:
+    for restart in range(1, 3):
+        store = open_store(tmp_path, records=2)
+        for number in range(4):
+            save(store, key_of(number))
+        assert store.flush(10)
+        assert load(store, key_of(0)) and not load(store, key_of(99))
+        evictions = store.stats().evictions
+        assert evictions > 0
+        store.close()
+        [model] = list_models(str(tmp_path))
+        assert model.hits == restart
+        assert model.evictions >= evictions
+        assert model.host_nbytes == 0  # nobody runs
+
+
+def test_host_bytes_of_dead_processes_do_not_count(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    save(store, key_of(1))
+    assert store.flush(10)
+    report_counters(str(tmp_path), ROOT, {"host_hits": 3}, 700)
+    counters_file = next(tmp_path.rglob("counters.json"))
+    values = json.loads(counters_file.read_text())
+    values["host_bytes"]["1-12345"] = 10**9  # no process of this number started then
+    counters_file.write_text(json.dumps(values))
+    [model] = list_models(str(tmp_path))
+    assert (model.hits, model.host_nbytes) == (3, 700)
+    for damaged in (
+        "{",
+        "[]",
+        '{"counts": [], "host_bytes": 3}',
+        '{"counts": {"misses": "x"}, "host_bytes": {}}',
+    ):
+        counters_file.write_text(damaged)
+        [model] = list_models(str(tmp_path))
+        assert (model.hits, model.host_nbytes) == (0, 0)
+    store.close()
+    [model] = list_models(str(tmp_path))
+    assert model.hits == 0

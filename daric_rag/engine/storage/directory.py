@@ -146,11 +146,11 @@ def _replace(temporary: str, target: str) -> None:
 def _temporary_path(path: str, root: bytes, rank: int) -> str:
     number = next(_temporary_numbers)
     pid = os.getpid()
-    name = f"{pid}-{_start_time(pid)}-{threading.get_native_id()}-{number}.tmp"
+    name = f"{pid}-{process_start_time(pid)}-{threading.get_native_id()}-{number}.tmp"
     return os.path.join(rank_directory(path, root, rank), "tmp", name)
 
 
-def _start_time(pid: int) -> int:
+def process_start_time(pid: int) -> int:
     """Start of a process in clock ticks since boot; 0 if there is no such process or no /proc."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -194,7 +194,7 @@ def remove_orphans(path: str, root: bytes, rank: int) -> int:
 
 def _is_orphan(file: str, pid: int, start_time: int) -> bool:
     """Whether the writer is dead: no such process, and no lock (a writer in another container has one)."""
-    if start_time and _start_time(pid) == start_time:
+    if start_time and process_start_time(pid) == start_time:
         return False
     try:
         fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -11,6 +11,7 @@ import numpy as np
 
 from daric_rag.engine.index.keys import SegmentKey
 from daric_rag.engine.storage.base import RecordSpec
+from daric_rag.engine.storage.counters import COUNTERS, read_counters
 from daric_rag.engine.storage.directory import (
     FoundFile,
     list_ranks,
@@ -50,6 +51,11 @@ class CachedModel:
     records: int
     num_tokens: int
     nbytes: int
+    host_nbytes: int = 0
+    """In the memory of the engines that run now, as they last reported."""
+    hits: int = 0
+    evictions: int = 0
+    """Records that were used, and that left a tier to make room, since the directory was made."""
 
 
 @dataclass(frozen=True)
@@ -173,9 +179,20 @@ def _describe(path: str, root: bytes) -> CachedModel:
             digests.add(header.namespace.hex())
             spec = header.spec
     names = tuple(sorted(manifest.namespaces.get(digest, "") for digest in digests))
-    documents = len(keys - parents)
+    used = read_counters(path, root)
     return CachedModel(
-        root, manifest.model_id, spec, names, tuple(ranks), documents, records, num_tokens, nbytes
+        root,
+        manifest.model_id,
+        spec,
+        names,
+        tuple(ranks),
+        documents=len(keys - parents),
+        records=records,
+        num_tokens=num_tokens,
+        nbytes=nbytes,
+        host_nbytes=sum(used.host_bytes.values()),
+        hits=used.counts["host_hits"] + used.counts["disk_hits"],
+        evictions=used.counts["evictions"] + used.counts["disk_evictions"],
     )
 
 
@@ -200,7 +217,7 @@ def _remove_directories(path: str, root: bytes) -> None:
     if list_ranks(path, root):
         return
     directory = root_directory(path, root)
-    for name in (MANIFEST, LOCK):
+    for name in (MANIFEST, COUNTERS, LOCK):
         _delete(os.path.join(directory, name))
     with contextlib.suppress(OSError):
         os.rmdir(directory)

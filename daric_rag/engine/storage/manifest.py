@@ -62,13 +62,14 @@ def update_manifest(path: str, manifest: Manifest) -> None:
         known = read_manifest(path, manifest.root)
         merged = replace(manifest, namespaces={**known.namespaces, **manifest.namespaces})
         if merged != known:
-            _write_manifest(directory, merged)
+            write_json(directory, MANIFEST, merged.to_json())
 
 
-def _write_manifest(directory: str, manifest: Manifest) -> None:
-    temporary = os.path.join(directory, f".manifest-{os.getpid()}-{threading.get_native_id()}")
+def write_json(directory: str, name: str, values: object) -> None:
+    """Write a small file so that it is whole or as it was before. Raises `OSError`."""
+    temporary = os.path.join(directory, f".{name}-{os.getpid()}-{threading.get_native_id()}")
     with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(manifest.to_json(), file, indent=1)
+        json.dump(values, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(temporary, os.path.join(directory, MANIFEST))
+    os.replace(temporary, os.path.join(directory, name))

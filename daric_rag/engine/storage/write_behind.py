@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from daric_rag.engine.index.keys import SegmentKey
 from daric_rag.engine.storage.base import Bytes
+from daric_rag.engine.storage.counters import COUNTED, report_counters
 from daric_rag.engine.storage.disk import TOUCH_INTERVAL_S, DiskRecord, DiskTier
 from daric_rag.engine.storage.events import EventLog
 from daric_rag.engine.storage.host import HostRecord, HostTier, State
@@ -29,6 +30,7 @@ LAST_RETRY_S = 30.0
 REFRESH_INTERVAL_S = 60.0
 REFRESH_SHARE = 16
 ADOPT_BATCH = 64
+REPORT_INTERVAL_S = 10.0
 
 
 @dataclass(eq=False)
@@ -78,6 +80,9 @@ class WriteBehind:
         self._retry_at = 0.0
         self._refreshed_at = 0.0
         self._written_bytes = 0
+        self._reported: Counter[str] = Counter()
+        self._reported_at = 0.0
+        self._reported_host_bytes = 0
         self._thread = threading.Thread(target=self._run, name="daric-kv-write", daemon=True)
 
     def start(self) -> None:
@@ -137,6 +142,25 @@ class WriteBehind:
             self._stopping = True
             self._changed.notify_all()
         self._thread.join(timeout)
+        if self._disk.rank == 0:
+            report_counters(self._disk.path, self._disk.root, self._increase(), None)
+
+    def _report(self) -> None:
+        """Enter what was counted since the last time, now and then; the first rank speaks for all."""
+        if self._disk.rank or time.monotonic() - self._reported_at < REPORT_INTERVAL_S:
+            return
+        self._reported_at = time.monotonic()
+        host_bytes = self._host.used_bytes
+        increase = self._increase()
+        if any(increase.values()) or host_bytes != self._reported_host_bytes:
+            self._reported_host_bytes = host_bytes
+            report_counters(self._disk.path, self._disk.root, increase, host_bytes)
+
+    def _increase(self) -> Counter[str]:
+        with self._changed:
+            counted = Counter({name: self._counts[name] for name in COUNTED})
+        increase, self._reported = counted - self._reported, counted
+        return increase
 
     def _idle(self) -> bool:
         return not (self._busy or self._queue or self._demoted)
@@ -146,10 +170,13 @@ class WriteBehind:
             with contextlib.suppress(OSError):
                 update_manifest(self._disk.path, self._manifest)
             self._refresh()
-            while (job := self._next()) is not None:
-                self._write(job)
+            while not self._stopping:
+                job = self._next()
+                if job is not None:
+                    self._write(job)
                 if self._refresh_due():
                     self._refresh()
+                self._report()
         except Exception:  # the last resort: requests go on with what is in memory and on disk already
             logger.exception("KV cache on disk: %s is not written any more", self._disk.path)
             with self._changed:
@@ -157,16 +184,18 @@ class WriteBehind:
                 self._changed.notify_all()
 
     def _next(self) -> WriteJob | None:
+        """The next record to write; None after a while without one, and at the end."""
         with self._changed:
             self._busy = False
-            while not self._stopping:
+            until = time.monotonic() + REPORT_INTERVAL_S
+            while not self._stopping and time.monotonic() < until:
                 wait_s = self._retry_at - time.monotonic() if self.read_only else 0.0
                 job = self._take() if wait_s <= 0 else None
                 if job is not None:
                     self._busy = True
                     return job
                 self._changed.notify_all()
-                self._changed.wait(wait_s if self.pending else None)
+                self._changed.wait(wait_s if self.pending and wait_s > 0 else REPORT_INTERVAL_S)
             return None
 
     def _take(self) -> WriteJob | None:
