@@ -52,7 +52,8 @@ class ChunkedPrompt:
     """System prompt, documents, query: the chunked prompt of the paper (§3.1).
 
     Every part is text or a sequence of token ids; a `Live` among the documents is computed in full context
-    and never cached. With a chat model the chat template is put around the chunks.
+    and never cached. With a chat model the chat template is put around the chunks, unless `formatted` says that
+    system prompt and query are in the model's own format already: control tokens in these two count then.
 
     >>> ChunkedPrompt(system="Answer briefly.", documents=["Paris is in France."], query="Where is Paris?")
     """
@@ -60,6 +61,7 @@ class ChunkedPrompt:
     system: Content = ""
     documents: Sequence[Content | Live] = ()
     query: Content = ""
+    formatted: bool = False
 
     def __post_init__(self) -> None:
         for name in ("system", "query"):
@@ -71,7 +73,7 @@ class ChunkedPrompt:
             check_content(f"documents[{number}]", content)
 
     def to_text(self, delimiter: str = DEFAULT_DELIMITER) -> str:
-        """Return the prompt as one text; `from_text` gives back an equal prompt.
+        """Return the prompt as one text; `from_text` gives back an equal prompt (`formatted` is not in the text).
 
         Raises `ValueError` for a part given as token ids, which text cannot carry.
         """

@@ -131,8 +131,9 @@ class InputProcessor:
             _Piece(item.content, "live") if isinstance(item, Live) else _Piece(item, "document")
             for item in prompt.documents
         ]
-        if not self.has_chat_template:
-            return [_Piece(prompt.system), *documents, _Piece(prompt.query)]
+        if prompt.formatted or not self.has_chat_template:
+            system, query = (_Piece(one, control=prompt.formatted) for one in (prompt.system, prompt.query))
+            return [system, *documents, query]
         marks = [f"{self._placeholder}{number}e" for number in range(2)]
         messages = [{"role": "user", "content": marks[1]}]
         if len(prompt.system):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from daric_rag.errors import MissingExtraError
@@ -35,7 +36,7 @@ from daric_rag.integrations.llama_index_prompt_helper import DaricLLMMetadata, D
 from daric_rag.integrations.llama_index_prompts import as_document, chat_prompt
 from daric_rag.integrations.shared_engine import get_engine
 from daric_rag.known_documents import attach_engine
-from daric_rag.prompt import ChatPrompt, ChunkedPrompt
+from daric_rag.prompt import ChatPrompt, ChunkedPrompt, has_delimiter
 
 __all__ = ["DaricLLM", "DaricPromptHelper", "watch_retrieval"]
 
@@ -247,7 +248,7 @@ class DaricLLM(LLM):
         own_format = self.messages_to_prompt not in (None, plain_messages)
         if own_format or not engine.processor.has_chat_template:
             text = (self.messages_to_prompt or plain_messages)(messages)
-            return self._plain_prompt(text, documents)
+            return self._formatted_prompt(engine, text, documents)
         return self._rendered(engine, messages, documents)
 
     def _completion_prompt(
@@ -259,7 +260,7 @@ class DaricLLM(LLM):
         elif not formatted and engine.processor.has_chat_template:
             message = ChatMessage(role=MessageRole.USER, content=prompt)
             return self._rendered(engine, [message], documents)
-        return self._plain_prompt(prompt, documents)
+        return self._formatted_prompt(engine, prompt, documents)
 
     def _rendered(
         self, engine: Any, messages: Sequence[ChatMessage], documents: Sequence[Any] | None
@@ -267,10 +268,17 @@ class DaricLLM(LLM):
         find = engine.recognizer.find if engine.recognizer is not None else None
         return chat_prompt(messages, documents, engine.config.delimiter, find)
 
-    def _plain_prompt(self, text: str, documents: Sequence[Any] | None) -> str | ChunkedPrompt:
-        if not documents:
-            return text
-        return ChunkedPrompt(documents=[as_document(item).content for item in documents], query=text)
+    def _formatted_prompt(
+        self, engine: Any, text: str, documents: Sequence[Any] | None
+    ) -> str | ChunkedPrompt:
+        """A prompt around whose text no chat template may be put."""
+        if documents:
+            contents = [as_document(item).content for item in documents]
+            return ChunkedPrompt(documents=contents, query=text, formatted=True)
+        delimiter = engine.config.delimiter
+        if has_delimiter(text, delimiter):
+            return replace(ChunkedPrompt.from_text(text, delimiter), formatted=True)
+        return text
 
 
 def _stream(

@@ -161,7 +161,8 @@ def test_damaged_files_are_misses(beside: DaricEngine, directory: Path, world: l
     assert damaged.generated_tokens > 0
     assert_adds_up(damaged)
     whole = engine.generate(prompt, sampling(), namespace="whole")
-    mended = engine.generate(prompt, sampling())
+    # A cap that caps nothing: a world of its own in vLLM's prefix cache, where only our cache can hit.
+    mended = engine.generate(prompt, sampling(), max_fraction=0.95)
     assert_same_answer(whole, mended)
     _find_damage_in_mid_pass(engine, directory, prompt, whole)
     assert idle_store(engine)["damaged"] > 0
@@ -254,7 +255,7 @@ def killed(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Killed:
         chunks = engine.stream(make_prompt([1]), sampling(3500, ignore_eos=True))
         next(chunks)
         deadline = time.monotonic() + 60
-        while not list(path.rglob("*.kv")) and time.monotonic() < deadline:
+        while len(list(path.rglob("*.kv"))) < 12 and time.monotonic() < deadline:
             time.sleep(0.01)
         for process in _processes(engine):
             process.kill()

@@ -18,6 +18,7 @@ from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index_instrumentation import get_dispatcher
 from pydantic import BaseModel, Field
 
+from daric_rag import ChunkedPrompt
 from daric_rag.config import DaricConfig
 from daric_rag.integrations.llama_index import DaricLLM, DaricPromptHelper, watch_retrieval
 from tests.llama_index_support import WordEmbedding
@@ -203,6 +204,12 @@ def test_formatted_text_is_continued_without_the_chat_template(llm, llama_engine
     plain, chat = (llama_engine.tokenizer.decode(layout.token_ids) for layout in layouts)
     assert plain == "The capital of France is"
     assert chat.count("<|im_start|>") >= 2 and plain in chat
+    tagged = ChunkedPrompt("<|im_start|>user\nRead.", ["One.", "Two."], "What?<|im_end|>\n").to_text()
+    llm.complete(tagged, formatted=True)
+    text = llama_engine.tokenizer.decode(layouts[-1].token_ids)
+    assert (text.count("<|im_start|>"), len(layouts[-1].documents)) == (1, 2)
+    control = llama_engine.tokenizer.convert_tokens_to_ids("<|im_start|>")
+    assert layouts[-1].token_ids.count(control) == 1
 
 
 def test_own_formats_of_prompts_are_used(llama_engine, layouts):

@@ -81,6 +81,14 @@ def test_a_prompt_that_only_padding_makes_too_long_is_sent_without_it(spare: int
     assert exact == roomy
 
 
+def test_a_prompt_in_the_models_own_format_gets_no_template() -> None:
+    prompt = ChunkedPrompt("[user]", ["first", "second"], "q[end][assistant]", formatted=True)
+    processed = make_processor().process(prompt, CONFIG)
+    text = "".join(map(chr, processed.token_ids))
+    assert text.replace("\n", "") == "[user]firstsecondq[end][assistant]"
+    assert len(processed.documents) == 2
+
+
 def test_token_ids_outside_the_vocabulary_are_refused() -> None:
     with pytest.raises(ValueError, match=r"token id 1114112 is outside the vocabulary of 1114112 tokens"):
         make_processor().process(ChunkedPrompt("s", [[5, 0x110000]], "q"), CONFIG)
