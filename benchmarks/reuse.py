@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,13 +40,19 @@ class Samples:
         group.setdefault(name, []).append(value)
 
 
-def run(engine: DaricEngine, questions: Sequence[Question], bar: Any) -> dict[str, Any]:
-    """Measure every method on every question and return the medians and ratios."""
+def run(
+    engine: DaricEngine, questions: Sequence[Question], bar: Any, keep: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Measure every method on every question and return the medians and ratios.
+
+    `keep` is given the result so far after every question: a run of an hour may be interrupted.
+    """
     samples = Samples()
     # The first prefill of a process is slow: threads, allocator, page faults.
     engine.generate(questions[-1].prompt(99), one_token(), reuse=False, namespace="warm-up")
     for number, question in enumerate(questions):
         _measure(engine, question, number, samples)
+        keep(_summary(samples))
         bar.update()
     return _summary(samples)
 

@@ -18,6 +18,7 @@ from daric_rag.progress import progress_bar
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 Rows = list[tuple[str, str, str]]
+Keep = Callable[[Any], None]
 
 
 def main() -> int:
@@ -27,13 +28,16 @@ def main() -> int:
     results: dict[str, Any] = {
         "machine": {"cpus": os.cpu_count(), "threads": os.environ.get("OMP_NUM_THREADS")}
     }
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
     for name in parts:
-        result, rows = PARTS[name](arguments)
-        results[name] = result
+        # Written as figures come in, so that an interrupted run keeps what it has.
+        def keep(result: Any, name: str = name) -> None:
+            results[name] = result
+            arguments.json.write_text(json.dumps(results, indent=2))
+
+        result, rows = PARTS[name](arguments, keep)
+        keep(result)
         _print(name, rows)
-        # Written after every part, so that an interrupted run keeps what it has.
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(results, indent=2))
     print(f"\nall figures: {arguments.json}")
     return 0
 
@@ -60,7 +64,7 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _reuse(arguments: argparse.Namespace) -> tuple[Any, Rows]:
+def _reuse(arguments: argparse.Namespace, keep: Keep) -> tuple[Any, Rows]:
     from benchmarks import datasets, reuse
     from daric_rag import DaricConfig, DaricEngine
 
@@ -68,13 +72,13 @@ def _reuse(arguments: argparse.Namespace) -> tuple[Any, Rows]:
     config = DaricConfig(n_avg=arguments.n_avg, host_bytes=3 << 30, kv_pool_bytes=2 << 30)
     with DaricEngine(arguments.model, config, max_model_len=8192, max_logprobs=-1) as engine:
         with progress_bar(len(questions), "reuse", "prompt") as bar:
-            result = reuse.run(engine, questions, bar)
+            result = reuse.run(engine, questions, bar, keep)
         store = engine.stats()["store"]
         result["host_bytes"], result["host_budget"] = store["host_bytes"], store["host_budget"]
     return result, reuse.rows(result)
 
 
-def _memory(arguments: argparse.Namespace) -> tuple[Any, Rows]:
+def _memory(arguments: argparse.Namespace, keep: Keep) -> tuple[Any, Rows]:
     from benchmarks import memory
     from daric_rag import DaricConfig, DaricEngine
 
@@ -87,7 +91,7 @@ def _memory(arguments: argparse.Namespace) -> tuple[Any, Rows]:
     return result, memory.rows(result)
 
 
-def _transfer(arguments: argparse.Namespace) -> tuple[Any, Rows]:
+def _transfer(arguments: argparse.Namespace, keep: Keep) -> tuple[Any, Rows]:
     from benchmarks import transfer
 
     result = transfer.figures(tokens=6000, block_size=32, rounds=9)
@@ -102,14 +106,14 @@ def _transfer(arguments: argparse.Namespace) -> tuple[Any, Rows]:
     return result, rows
 
 
-def _lookup(arguments: argparse.Namespace) -> tuple[Any, Rows]:
+def _lookup(arguments: argparse.Namespace, keep: Keep) -> tuple[Any, Rows]:
     from benchmarks import cache
 
     result = cache.run_lookup(arguments.redis)
     return result, cache.lookup_rows(result)
 
 
-def _disk(arguments: argparse.Namespace) -> tuple[Any, Rows]:
+def _disk(arguments: argparse.Namespace, keep: Keep) -> tuple[Any, Rows]:
     from benchmarks import cache, datasets
 
     questions = datasets.load_questions(arguments.dataset, arguments.cache_prompts)
@@ -118,7 +122,7 @@ def _disk(arguments: argparse.Namespace) -> tuple[Any, Rows]:
     return result, cache.disk_rows(result)
 
 
-def _storage(arguments: argparse.Namespace) -> tuple[Any, Rows]:
+def _storage(arguments: argparse.Namespace, keep: Keep) -> tuple[Any, Rows]:
     from benchmarks import cache, datasets
 
     questions = datasets.load_questions(arguments.dataset, arguments.cache_prompts)
@@ -127,7 +131,7 @@ def _storage(arguments: argparse.Namespace) -> tuple[Any, Rows]:
     return result, cache.storage_rows(result)
 
 
-def _integrations(arguments: argparse.Namespace) -> tuple[Any, Rows]:
+def _integrations(arguments: argparse.Namespace, keep: Keep) -> tuple[Any, Rows]:
     from benchmarks import datasets, integrations
     from daric_rag import DaricConfig, DaricEngine
 
@@ -141,7 +145,7 @@ def _integrations(arguments: argparse.Namespace) -> tuple[Any, Rows]:
     return result, integrations.rows(result)
 
 
-PARTS: dict[str, Callable[[argparse.Namespace], tuple[Any, Rows]]] = {
+PARTS: dict[str, Callable[[argparse.Namespace, Keep], tuple[Any, Rows]]] = {
     "reuse": _reuse,
     "memory": _memory,
     "transfer": _transfer,

@@ -291,26 +291,27 @@ class DaricEngine:
         self, prompts: Any, params: Any, lora_request: Any, options: dict[str, Any]
     ) -> GenerationResult | list[GenerationResult]:
         started = time.perf_counter()
+        config = self.config.override(**options)
         if is_one_prompt(prompts):
-            processed = self._process(prompts, options)
-            return await self._answer(processed, params, lora_request, options, started)
+            processed = self._process(prompts, config)
+            return await self._answer(processed, params, lora_request, config, started)
         many = list(prompts)
         each = list(params) if isinstance(params, list | tuple) else [params] * len(many)
         if len(each) != len(many):
             raise ValueError(f"params: {len(each)} given for {len(many)} prompts; give one, or one for each")
         # All prompts are checked before any is scheduled.
-        processed_prompts = [self._process(prompt, options) for prompt in many]
+        processed_prompts = [self._process(prompt, config) for prompt in many]
         answers = [
-            self._answer(processed, one, lora_request, options, started)
+            self._answer(processed, one, lora_request, config, started)
             for processed, one in zip(processed_prompts, each, strict=True)
         ]
         return await _gather(answers)
 
-    def _process(self, prompt: Prompt, options: dict[str, Any]) -> ProcessedPrompt:
+    def _process(self, prompt: Prompt, config: DaricConfig) -> ProcessedPrompt:
         if self._closed:
             raise EngineClosedError("the engine was closed")
         split = self._split_known if self.recognizer is not None else None
-        return self.processor.process(prompt, self.config.override(**options), split)
+        return self.processor.process(prompt, config, split)
 
     def _split_known(self, text: str) -> list[tuple[str, bool]]:
         """Cut a text at the registered documents in it."""
@@ -322,14 +323,14 @@ class DaricEngine:
         processed: ProcessedPrompt,
         params: Any,
         lora_request: Any,
-        options: dict[str, Any],
+        config: DaricConfig,
         started: float,
     ) -> GenerationResult:
         ttft = None
         # For n > 1 vLLM tells of one completion at a time.
         completions: dict[int, Completion] = {}
         final: RequestOutput | None = None
-        async for output in self._outputs(processed, params, lora_request, options, stream=False):
+        async for output in self._outputs(processed, params, lora_request, config, stream=False):
             if ttft is None:
                 ttft = time.perf_counter() - started
             completions.update((item.index, _completion(item)) for item in output.outputs)
@@ -362,10 +363,11 @@ class DaricEngine:
         self, prompt: Prompt, params: Any, lora_request: Any, options: dict[str, Any]
     ) -> AsyncIterator[StreamChunk]:
         started = time.perf_counter()
-        processed = self._process(prompt, options)
+        config = self.config.override(**options)
+        processed = self._process(prompt, config)
         ttft = None
         count = 0
-        async for output in self._outputs(processed, params, lora_request, options, stream=True):
+        async for output in self._outputs(processed, params, lora_request, config, stream=True):
             if ttft is None:
                 ttft = time.perf_counter() - started
             for number, item in enumerate(output.outputs):
@@ -387,11 +389,10 @@ class DaricEngine:
         processed: ProcessedPrompt,
         params: Any,
         lora_request: Any,
-        options: dict[str, Any],
+        config: DaricConfig,
         *,
         stream: bool,
     ) -> AsyncIterator[RequestOutput]:
-        config = self.config.override(**options)
         prompt, sampling = build_request(processed, params, config, stream=stream)
         async for output in self._submit_to_vllm(prompt, sampling, self._new_id(), lora_request):
             yield output

@@ -45,8 +45,11 @@ def weights_fingerprint(model: str, revision: str | None) -> str:
 
 
 def adapter_fingerprint(name: str, path: str) -> str:
-    """Fingerprint of a LoRA adapter: its files where they are local, else what it is called."""
-    weights = model_fingerprint(path) if os.path.exists(path) else path
+    """Fingerprint of a LoRA adapter: its files where they can be read here, else what it is called."""
+    try:
+        weights = model_fingerprint(path)
+    except (OSError, ValueError):  # a hub id; or no adapter at all, which is for vLLM to say
+        weights = path
     return f"{name}:{weights}"
 
 

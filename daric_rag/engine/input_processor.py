@@ -73,12 +73,7 @@ class InputProcessor:
         self._placeholder = f"piece{secrets.token_hex(8)}n"
         self.has_chat_template = bool(getattr(tokenizer, "chat_template", None))
         self._bos = self._leading_special_tokens()
-        padding_ids = self.tokenize(padding)
-        if len(padding_ids) != 1:
-            raise ValueError(
-                f"padding={padding!r}: must be a single token of the model, it is {len(padding_ids)}"
-            )
-        self._padding_id = padding_ids[0]
+        self._padding_id = self._padding_token(padding)
 
     def process(self, prompt: Prompt, config: DaricConfig, split: Split | None = None) -> ProcessedPrompt:
         """Tokenise, pad and lay out a prompt.
@@ -260,6 +255,19 @@ class InputProcessor:
             f"(max_model_len={self._max_model_len}); its largest chunk is number {number + 1} of {len(bounds)} "
             f"with {end - start} tokens"
         )
+
+    def _padding_token(self, padding: str) -> int:
+        token_ids = self.tokenize(padding)
+        if len(token_ids) > 1:
+            # SentencePiece puts a space before a text; inside a text the padding may still be one token.
+            before, together = self.tokenize("a"), self.tokenize("a" + padding)
+            if together[: len(before)] == before:
+                token_ids = together[len(before) :]
+        if len(token_ids) != 1:
+            raise ValueError(
+                f"padding={padding!r}: must be a single token of the model, it is {len(token_ids)}"
+            )
+        return token_ids[0]
 
     def _leading_special_tokens(self) -> tuple[int, ...]:
         """What the tokenizer puts before a text (BOS), which only a prompt's beginning may have."""

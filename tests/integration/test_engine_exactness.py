@@ -34,10 +34,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "chunked-prefill-lora": ({}, {"max_num_batched_tokens": 96, "max_num_seqs": 8, **LORA}),
     # The CPU platform turns async scheduling off; the fixture turns it on again. It is the default on GPUs.
-    # A pool of 80 blocks, for eight requests of some 30: vLLM preempts.
+    # A pool of 80 blocks, for eight requests of some 30: vLLM preempts. The worker has a process of its own.
     "async-scheduling-tiny-pool": (
         {"kv_pool_bytes": 2_621_440, "host_bytes": 1 << 20},
-        {"max_num_batched_tokens": 256, "max_num_seqs": 8},
+        {"max_num_batched_tokens": 256, "max_num_seqs": 8, "distributed_executor_backend": "mp"},
     ),
 }
 

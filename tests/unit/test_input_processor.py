@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import string
+from typing import Any
+
 import pytest
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
 
 from daric_rag import ChatMessage, ChatPrompt, ChunkedPrompt, Document, Live
 from daric_rag.config import DaricConfig
@@ -87,6 +92,56 @@ def test_a_prompt_in_the_models_own_format_gets_no_template() -> None:
     text = "".join(map(chr, processed.token_ids))
     assert text.replace("\n", "") == "[user]firstsecondq[end][assistant]"
     assert len(processed.documents) == 2
+
+
+STYLES = ("llama", "mistral", "qwen")
+
+
+def make_tokenizer(style: str) -> Any:
+    """A small tokenizer that behaves at the edges of a text as a family of models' does."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    if style == "llama":  # a space before every text, BOS
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    elif style == "mistral":  # a space before the text only where it does not follow a special token, BOS
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    else:  # bytes, no BOS
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet() if style == "qwen" else list("▁\n" + string.printable)
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=["<unk>", "<s>", "</s>"], initial_alphabet=alphabet
+    )
+    tokenizer.train_from_iterator([TEXT, "a system prompt", "Where does the ferry go?"] * 3, trainer)
+    if style != "qwen":
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
+        )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+TEXT = "The ferry crosses the bay in half an hour. It sails four times a day, and in storms not at all."
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_tokenizers_of_every_family_keep_chunks_apart(style: str) -> None:
+    tokenizer = make_tokenizer(style)
+    processor = InputProcessor(tokenizer, BLOCK, 4000, len(tokenizer), "\n")
+    alone = processor.warm_chunk(TEXT).token_ids
+    bos = tokenizer.convert_tokens_to_ids("<s>")
+    prompts = [
+        ChunkedPrompt("a system prompt", [TEXT, "Another text."], "Where does the ferry go?"),
+        ChunkedPrompt("", ["Another text.", TEXT], "Where?"),
+        ChunkedPrompt("a system prompt", ["Another text.", Live("Source 2:"), TEXT, TEXT], "Where?"),
+    ]
+    for prompt in [*prompts, prompts[0].to_text()]:
+        processed = processor.process(prompt, CONFIG)
+        chunks = [processed.token_ids[start:end] for start, end in processed.documents]
+        assert alone in chunks
+        assert processed.token_ids.count(bos) == (style != "qwen")
+        assert style == "qwen" or processed.token_ids[0] == bos
+    text = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    padding = alone[len(text) :]
+    assert alone[: len(text)] == text
+    assert len(set(padding)) == 1 and len(padding) == -len(text) % BLOCK
 
 
 def test_token_ids_outside_the_vocabulary_are_refused() -> None:
