@@ -10,6 +10,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
+from daric_rag.engine.index.memory import MemoryIndex
+from daric_rag.engine.scheduler_side import SchedulerSide
 from daric_rag.engine.storage import KVStore, ReadHandle, StoreEvent, WriteHandle, record_path
 from tests.storage_support import ROOT, SPEC, is_intact, key_of, load, open_store, payload_of, record_files
 
@@ -24,7 +26,7 @@ def parent_of(number: int) -> bytes:
 
 
 class HostMachine(RuleBasedStateMachine):
-    """`mirror` is what the events say: the scheduler's index."""
+    """`mirror` is what the events say; the scheduler's index, which hears them too, must say the same."""
 
     writing = Bundle("writing")
     reading = Bundle("reading")
@@ -32,6 +34,7 @@ class HostMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.mirror: dict[bytes, str] = {}
+        self.scheduler = SchedulerSide(MemoryIndex(), 16)
         self.num_reading = 0
         self.num_writing = 0
         self.store = self.open()
@@ -49,6 +52,7 @@ class HostMachine(RuleBasedStateMachine):
         if leaves_host:
             children = [key for key, parent in PARENTS.items() if parent == event.key]
             assert all(self.mirror.get(child) != "host" for child in children), "parent evicted before child"
+        self.scheduler.apply([], [event], ROOT)
         if event.kind == "removed":
             self.mirror.pop(event.key, None)
         else:
@@ -111,8 +115,10 @@ class HostMachine(RuleBasedStateMachine):
     @rule()
     def index_is_right(self) -> None:
         self.settle()
-        for key in PARENTS:
+        found = self.scheduler.index.lookup([[key] for key in PARENTS])
+        for key, depth in zip(PARENTS, found, strict=True):
             assert self.store.contains(key) == self.mirror.get(key)
+            assert depth == (key in self.mirror)
 
     def teardown(self) -> None:
         self.store.close()
@@ -163,6 +169,7 @@ class DiskMachine(HostMachine):
         self.store.close()
         self.store = self.open()
         self.mirror = {}
+        self.scheduler = SchedulerSide(MemoryIndex(), 16)
         self.settle()
         assert {key.hex() for key in self.mirror} == files
 
