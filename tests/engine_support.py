@@ -44,7 +44,7 @@ _THINGS = [
 TOLERANCE = 1e-3
 
 
-def make_document(seed: int, sentences: int = 8) -> str:
+def make_document(seed: int, sentences: int = 5) -> str:
     """A short text about a made-up town; another seed gives another text."""
     draw = random.Random(seed)
     place = f"{draw.choice(_PLACES)}{seed}"

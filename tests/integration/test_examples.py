@@ -56,9 +56,9 @@ def run(name: str, capsys: pytest.CaptureFixture[str]) -> list[dict[str, str]]:
     """The printed fields of every question of an example."""
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     printed = capsys.readouterr().out
-    return [
-        dict(re.findall(r"^(\w+): +(.+)$", part, re.M)) for part in printed.split("\n\n") if "TTFT" in part
-    ]
+    # An answer may have several lines.
+    questions = re.split(r"^(?=Question: )", printed, flags=re.M)[1:]
+    return [dict(re.findall(r"^(\w+): +(.+)$", question, re.M)) for question in questions]
 
 
 def reused_and_prompt(answer: dict[str, str]) -> tuple[int, int]:
