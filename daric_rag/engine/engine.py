@@ -24,6 +24,7 @@ from daric_rag.engine.result import (
     WarmResult,
     build_metrics,
 )
+from daric_rag.engine.totals import Totals
 from daric_rag.errors import DaricError, EngineClosedError
 from daric_rag.progress import progress_bar
 from daric_rag.prompt import Content
@@ -63,7 +64,7 @@ class DaricEngine:
         self._counter = itertools.count()
         self._prefix = f"daric-{os.getpid()}-{id(self):x}"
         self._closed = False
-        self._totals = _Totals()
+        self._totals = Totals()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="daric-engine", daemon=True)
         self._thread.start()
@@ -532,40 +533,3 @@ def _completion(item: Any) -> Completion:
         logprobs=item.logprobs,
         cumulative_logprob=item.cumulative_logprob,
     )
-
-
-class _Totals:
-    """Sums over all finished requests."""
-
-    _SUMMED = (
-        "prompt_tokens",
-        "padding_tokens",
-        "engine_hit_tokens",
-        "loaded_tokens",
-        "generated_tokens",
-        "recomputed_tokens",
-        "live_tokens",
-        "completion_tokens",
-        "failed_segments",
-        "lookup_s",
-        "load_s",
-        "generate_s",
-        "recompute_s",
-    )
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._requests = 0
-        self._reused = 0
-        self._sums: dict[str, float] = dict.fromkeys(self._SUMMED, 0)
-
-    def add(self, metrics: RequestMetrics) -> None:
-        with self._lock:
-            self._requests += 1
-            self._reused += metrics.reused
-            for name in self._SUMMED:
-                self._sums[name] += getattr(metrics, name)
-
-    def to_dict(self) -> dict[str, Any]:
-        with self._lock:
-            return {"requests": self._requests, "requests_with_reuse": self._reused, **self._sums}

@@ -74,8 +74,8 @@ def test_langchain_chain(shared: None, capsys: pytest.CaptureFixture[str]) -> No
     assert first["Sources"] != second["Sources"]
     for answer in (second, agent):
         reused, prompt = reused_and_prompt(answer)
-        # The notes are some 400 tokens; the rest is the template, the question and the agent's tool.
-        assert 300 < reused < prompt
+        # The notes are some 280 tokens; the rest is the template, the question and the agent's tool.
+        assert 250 < reused < prompt
 
 
 def test_llama_index_query_engine(
@@ -99,22 +99,21 @@ def test_the_demo_reuses_every_document_in_another_order(
 ) -> None:
     monkeypatch.setattr(demo, "_start", lambda *arguments: Lent(engine, "demo"))
     monkeypatch.setattr(demo, "MAX_TOKENS", 4)
+    monkeypatch.setattr(demo, "QUESTIONS", demo.QUESTIONS[:2])
     assert demo.main([]) == 0
     printed = capsys.readouterr().out
     assert "\x1b" not in printed
     assert max(map(len, printed.splitlines())) <= 100
     counts = re.findall(r"(\d+) tokens: (\d+) loaded, (\d+) generated, (\d+) engine hits", printed)
-    (cold, *warm) = [tuple(map(int, count)) for count in counts]
+    cold, warm = (tuple(map(int, count)) for count in counts)
     assert cold[1] == 0 and cold[2] > 1500
-    assert len(warm) == 2
-    for prompt, loaded, generated, hits in warm:
-        assert generated == 0
-        # The system prompt is the only thing that vLLM's own prefix cache can have.
-        assert hits == 32 and prompt - loaded - hits < 32
+    prompt, loaded, generated, hits = warm
+    assert generated == 0
+    # The system prompt is the only thing that vLLM's own prefix cache can have.
+    assert hits == 32 and prompt - loaded - hits < 32
     orders = re.findall(r"system prompt.*?question ", printed, re.DOTALL)
     names = [re.findall(r"(\w+\.txt)", order) for order in orders]
-    assert len(names) == 3 and names[0] != names[1] != names[2] != names[0]
-    assert set(names[0]) == set(names[1]) == set(names[2])
+    assert names[0] != names[1] and set(names[0]) == set(names[1])
 
 
 def test_the_code_in_the_readme_runs(

@@ -37,12 +37,12 @@ TOO_SMALL = "a 135M model without tool training"
 
 
 def documents_about(topic: str, count: int = 4) -> list[str]:
-    """Texts of about 100 tokens that no other test has."""
+    """Texts of some 80 tokens that no other test has."""
     return [
         f"Report {number} about {topic}. "
         + " ".join(
             f"In part {part} of report {number} the {topic} is measured at {part * 7 + number} metres."
-            for part in range(6)
+            for part in range(4)
         )
         for number in range(count)
     ]
@@ -76,7 +76,7 @@ class _OfEmbeddedModel:
     @property
     def standard_chat_model_params(self) -> dict[str, Any]:
         # Nothing is called over a network, so there is no time-out, no retry and no key.
-        return {"temperature": 0, "max_tokens": 64, "stop": []}
+        return {"temperature": 0, "max_tokens": 56, "stop": []}
 
 
 class TestChatDaricUnit(_OfEmbeddedModel, ChatModelUnitTests):
@@ -292,8 +292,8 @@ def test_unmodified_stuff_chain_with_our_retriever(engine: DaricEngine, kind: ty
     store.add(texts)
     chain = stuff_chain(kind(engine=engine, max_tokens=8), DaricLangChainRetriever(store=store, k=4))
     first, second = Metrics(), Metrics()
-    one = chain.invoke({"input": "report 0 measured 35"}, config={"callbacks": [first]})
-    two = chain.invoke({"input": "report 3 measured 10 38"}, config={"callbacks": [second]})
+    one = chain.invoke({"input": "report 0 measured 21"}, config={"callbacks": [first]})
+    two = chain.invoke({"input": "report 3 measured 10 24"}, config={"callbacks": [second]})
     orders = [[document.page_content for document in output["context"]] for output in (one, two)]
     assert orders[0] != orders[1]
     assert sorted(orders[0]) == sorted(orders[1]) == sorted(texts)
@@ -448,15 +448,15 @@ def test_token_ids_are_the_models(engine: DaricEngine) -> None:
 
 def test_concurrent_calls_answer_as_calls_one_by_one(engine: DaricEngine) -> None:
     chat = ChatDaric(engine=engine, max_tokens=8)
-    texts = documents_about("concurrency", 6)
+    texts = documents_about("concurrency")
     chat.invoke("Why?", documents=texts)
-    questions = [(f"What is in report {n % 6}?", texts[n % 6 :] + texts[: n % 6]) for n in range(16)]
+    questions = [(f"What is in report {n}?", texts[n % 4 :] + texts[: n % 4]) for n in range(10)]
 
     def ask(question: tuple[str, list[str]]) -> AIMessage:
         return chat.invoke(question[0], documents=question[1])
 
     one_by_one = [ask(question) for question in questions]
-    with ThreadPoolExecutor(16) as pool:
+    with ThreadPoolExecutor(10) as pool:
         together = list(pool.map(ask, questions))
     assert [message.content for message in together] == [message.content for message in one_by_one]
     assert all(metrics(message)["generated_tokens"] == 0 for message in together)
