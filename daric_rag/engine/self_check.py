@@ -6,7 +6,7 @@ but a token and its position. Whether all layers rotate alike is read off the mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from daric_rag.engine.passes import SubRequest
 from daric_rag.engine.worker_side import WorkerSide
@@ -19,23 +19,25 @@ _FIRST_TOKEN = 11
 
 
 def check_against_prefill(
-    side: WorkerSide, run: Callable[[Sequence[SubRequest]], None], block_size: int, vocab_size: int
+    side: WorkerSide,
+    run: Callable[[SubRequest], None],
+    *,
+    block_size: int,
+    vocab_size: int,
+    max_tokens: int,
 ) -> None:
     """Compute two blocks of tokens in one go, the second block once more alone, re-encode it, and compare.
 
-    `run` computes sub-requests in one forward pass. Must be called before the engine's first request. Raises
+    `run` computes a sub-request of at most `max_tokens` in a forward pass; an engine for which two blocks are too
+    much, of tokens or of memory, is not checked. Must be called before the engine's first request. Raises
     `UnsupportedModelError` with the difference if it is larger than rounding explains.
     """
-    if side.num_blocks < _NEEDED_BLOCKS:
+    if side.num_blocks < _NEEDED_BLOCKS or 2 * block_size > max_tokens:
         return
     tokens = tuple((_FIRST_TOKEN + 7 * number) % vocab_size for number in range(2 * block_size))
     first, second, alone = _BLOCKS
-    run(
-        [
-            SubRequest("", tokens, (first, second), 0, len(tokens)),
-            SubRequest("", tokens[block_size:], (alone,), 0, block_size),
-        ]
-    )
+    run(SubRequest("", tokens, (first, second), 0, len(tokens)))
+    run(SubRequest("", tokens[block_size:], (alone,), 0, block_size))
     difference, tolerance = side.reencoding_error(second, alone, block_size)
     if not difference <= tolerance:  # NaN is no pass either
         raise UnsupportedModelError(

@@ -78,22 +78,28 @@ class _DaricWorkerMixin:
     def compile_or_warm_up_model(self) -> Any:
         """Let vLLM warm up, then hold re-encoding against a full prefill (`self_check`)."""
         result = super().compile_or_warm_up_model()  # type: ignore[misc]
-        block_size = self.vllm_config.cache_config.block_size
-        vocab_size = self.vllm_config.model_config.get_vocab_size()
-        check_against_prefill(self._side(), self._run_alone, block_size, vocab_size)
+        model_config = self.vllm_config.model_config
+        check_against_prefill(
+            self._side(),
+            self._run_alone,
+            block_size=self.vllm_config.cache_config.block_size,
+            vocab_size=model_config.get_vocab_size(),
+            max_tokens=min(
+                self.vllm_config.scheduler_config.max_num_batched_tokens, model_config.max_model_len
+            ),
+        )
         return result
 
-    def _run_alone(self, rows: Sequence[SubRequest]) -> None:
-        """Compute sub-requests in a forward pass of their own, outside any step."""
+    def _run_alone(self, row: SubRequest) -> None:
+        """Compute a sub-request in a forward pass of its own, outside any step."""
         empty = self._with_removals(SchedulerOutput.make_empty())
-        new = [self._sub_request(row) for row in rows]
-        scheduled = {request.req_id: row.num_scheduled for request, row in zip(new, rows, strict=True)}
+        request = self._sub_request(row)
         self._forward(
             dataclasses.replace(
                 empty,
-                scheduled_new_reqs=new,
-                num_scheduled_tokens=scheduled,
-                total_num_scheduled_tokens=sum(scheduled.values()),
+                scheduled_new_reqs=[request],
+                num_scheduled_tokens={request.req_id: row.num_scheduled},
+                total_num_scheduled_tokens=row.num_scheduled,
                 kv_connector_metadata=DaricMetadata(),
             )
         )
