@@ -134,7 +134,8 @@ class DaricConnector(KVConnectorBase_V1):
         preempted = frozenset(scheduler_output.preempted_req_ids or ())
         for request_id in preempted:
             self._forget_blocks(self._scheduler.preempted(request_id))
-            self._reports.reset(request_id)
+            if self._scheduler.is_tracked(request_id):
+                self._reports.reset(request_id)
         self._reports.next_step()
         state = scheduler_output.kv_connector_block_state
         plans = []

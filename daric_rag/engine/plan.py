@@ -100,6 +100,8 @@ class StepPlan:
     is_final: bool
     namespace: str = ""
     warm: bool = False
+    attempt: int = 0
+    """How often the request was preempted before this step."""
 
 
 @dataclass
@@ -129,6 +131,7 @@ class RequestPlan:
     num_prefix_tokens: int = 0
     recompute: list[TokenRange] = field(default_factory=list)
     done: int = 0
+    attempt: int = 0
 
     @classmethod
     def make(cls, request_id: str, layout: ChunkLayout, token_ids: Sequence[int], root: bytes) -> RequestPlan:
@@ -207,6 +210,7 @@ class RequestPlan:
             is_final=num_covered >= self.num_tokens,
             namespace=self.layout.namespace,
             warm=self.layout.warm,
+            attempt=self.attempt,
         )
         self.done = max(self.done, limit)
         return step

@@ -13,8 +13,10 @@ class RequestReport:
     """Counts over all steps of one request, in tokens and seconds.
 
     The seconds are those of the steps that the request took part in, shared with whoever was in them.
+    `attempt`: how often it was preempted before.
     """
 
+    attempt: int = 0
     loaded_tokens: int = 0
     generated_tokens: int = 0
     live_tokens: int = 0
@@ -48,13 +50,19 @@ class ReportBook:
     def __init__(self) -> None:
         self._open: dict[str, RequestReport] = {}
         self._closing: dict[str, tuple[RequestReport, dict[str, Any]]] = {}
+        self._attempts: dict[str, int] = {}
 
     def add(self, request_id: str, report: RequestReport) -> None:
-        """Add one step's report."""
+        """Add one step's report.
+
+        With async scheduling that of a step from before a preemption may come in after it: it does not count.
+        """
+        if report.attempt < self._attempts.get(request_id, 0):
+            return
         if request_id in self._closing:
             total, values = self._closing[request_id]
             total.add(report)
-            values.update(asdict(total))
+            values.update(_values(total))
         else:
             self._open.setdefault(request_id, RequestReport()).add(report)
 
@@ -65,14 +73,22 @@ class ReportBook:
     def reset(self, request_id: str) -> None:
         """Forget a request's counts: it was preempted and starts again."""
         self._open.pop(request_id, None)
+        self._attempts[request_id] = self._attempts.get(request_id, 0) + 1
 
     def close(self, request_id: str) -> dict[str, Any]:
         """The values of a request that ended; see above."""
         report = self._open.pop(request_id, RequestReport())
-        values = asdict(report)
+        self._attempts.pop(request_id, None)
+        values = _values(report)
         self._closing[request_id] = (report, values)
         return values
 
     def next_step(self) -> None:
         """Let go of the values given out: they are on their way."""
         self._closing.clear()
+
+
+def _values(report: RequestReport) -> dict[str, Any]:
+    values = asdict(report)
+    del values["attempt"]
+    return values

@@ -35,6 +35,7 @@ class _Tracked:
 
     layout: ChunkLayout
     plan: RequestPlan | None = None
+    attempt: int = 0
     prefix_tokens: int = 0
     hits: RequestHits = field(default_factory=RequestHits)
 
@@ -64,6 +65,7 @@ class SchedulerSide:
         started = time.perf_counter()
         tracked = self._tracked.setdefault(request_id, _Tracked(layout))
         plan = RequestPlan.make(request_id, layout, token_ids, root)
+        plan.attempt = tracked.attempt
         plan.set_cached(self.index.lookup(plan.chains()))
         tracked.plan = plan
         tracked.prefix_tokens = num_prefix_tokens
@@ -110,6 +112,7 @@ class SchedulerSide:
         tracked = self._tracked.get(request_id)
         if tracked is not None:
             tracked.plan = None
+            tracked.attempt += 1
         return self._drop_unfinished(request_id)
 
     def finished(self, request_id: str) -> tuple[RequestHits | None, Sequence[int]]:

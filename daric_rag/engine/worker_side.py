@@ -181,7 +181,7 @@ class WorkerSide:
         # All reads are under way before the first is waited for.
         pinned = [[self._acquire(chunk) for chunk in plan.chunks] for plan in plans]
         for plan, chunk_handles in zip(plans, pinned, strict=True):
-            work.reports[plan.request_id] = RequestReport()
+            work.reports[plan.request_id] = RequestReport(plan.attempt)
             work.live[plan.request_id] = list(plan.live)
             for chunk, (first, handles) in zip(plan.chunks, chunk_handles, strict=True):
                 self._sort_chunk(work, LoadedChunk(plan, chunk, first, tuple(handles)))

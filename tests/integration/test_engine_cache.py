@@ -241,7 +241,7 @@ class Killed:
     seconds: float
 
 
-KILLED_DOCUMENTS = [make_document(seed, sentences=30) for seed in range(200, 240)]
+KILLED_DOCUMENTS = [make_document(seed, sentences=30) for seed in range(200, 320)]
 NARROW = {"storage_dtype": "bfloat16", "host_bytes": 600 << 10}
 """KV kept in bfloat16 in a host tier that holds a few documents only."""
 
@@ -251,9 +251,9 @@ def killed(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Killed:
     path = tmp_path_factory.mktemp("killed")
     engine = open_engine(tiny_model, disk_path=str(path), **NARROW)
     with ThreadPoolExecutor(1) as pool:
-        warming = pool.submit(engine.warm, KILLED_DOCUMENTS, progress=False)
         chunks = engine.stream(make_prompt([1]), sampling(3500, ignore_eos=True))
         next(chunks)
+        warming = pool.submit(engine.warm, KILLED_DOCUMENTS, progress=False)
         deadline = time.monotonic() + 60
         while len(list(path.rglob("*.kv"))) < 12 and time.monotonic() < deadline:
             time.sleep(0.01)
