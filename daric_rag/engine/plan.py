@@ -102,6 +102,8 @@ class StepPlan:
     warm: bool = False
     attempt: int = 0
     """How often the request was preempted before this step."""
+    num_prompt_tokens: int | None = None
+    """Length of the prompt in `token_ids`; what follows was generated before a preemption. None: all of it."""
 
 
 @dataclass
@@ -211,6 +213,7 @@ class RequestPlan:
             namespace=self.layout.namespace,
             warm=self.layout.warm,
             attempt=self.attempt,
+            num_prompt_tokens=self.layout.bounds[-1][1],
         )
         self.done = max(self.done, limit)
         return step

@@ -94,7 +94,7 @@ class SchedulerSide:
         if starts:
             prefix = self._trusted_prefix(tracked.prefix_tokens, block_ids)
             plan.begin(prefix)
-            tracked.hits.engine_hit_tokens = prefix
+            tracked.hits.engine_hit_tokens = min(prefix, plan.layout.bounds[-1][1])
             self.index.touch([key for chain in plan.chains() for key in chain])
         step = plan.advance(num_covered, block_ids)
         if step.is_final:

@@ -20,7 +20,7 @@ from daric_rag.engine.index.keys import SegmentKey
 from daric_rag.engine.kv_layout import KVLayout, gpu_layout, learn_cpu_layout
 from daric_rag.engine.opening import open_store
 from daric_rag.engine.passes import Generation, Recomputation
-from daric_rag.engine.plan import ChunkWork, StepPlan
+from daric_rag.engine.plan import ChunkWork, StepPlan, clip
 from daric_rag.engine.report import RequestReport
 from daric_rag.engine.rope import RopeParameters, delta_table
 from daric_rag.engine.storage.base import ReadHandle, RecordSpec, StoreEvent, WriteHandle
@@ -456,9 +456,11 @@ def _plan_recomputations(work: StepWork) -> None:
     for plan in work.plans:
         live, report = work.live[plan.request_id], work.reports[plan.request_id]
         ranges = union(plan.recompute, live)
-        report.live_tokens = total(union(live))
-        report.recomputed_tokens = total(ranges)
-        report.recomputed_ranges = ranges
+        # Text generated before a preemption is computed again too, but is no part of the prompt.
+        end = len(plan.token_ids) if plan.num_prompt_tokens is None else plan.num_prompt_tokens
+        report.live_tokens = total(clip(union(live), (0, end)))
+        report.recomputed_ranges = clip(ranges, (0, end))
+        report.recomputed_tokens = total(report.recomputed_ranges)
         if ranges:
             work.recomputations.append(Recomputation(plan, tuple(ranges)))
 
