@@ -242,13 +242,15 @@ class WorkerSide:
     def give_up_damaged(self, work: StepWork) -> bool:
         """Generate the chunks that a pass found damaged; True if there are any, and the pass must be repeated."""
         damaged, self._damaged = self._damaged, []
+        if not damaged:
+            return False
         for loaded in damaged:
             work.loads.remove(loaded)
             work.reports[loaded.plan.request_id].loaded_tokens -= loaded.chunk.end - loaded.chunk.write_from
             self._release(loaded.handles)
             self._sort_chunk(work, replace(loaded, handles=()))
         _plan_recomputations(work)
-        return bool(damaged)
+        return True
 
     def _release(self, handles: Iterable[ReadHandle]) -> None:
         for handle in handles:

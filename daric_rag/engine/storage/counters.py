@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from daric_rag.engine.storage.directory import process_start_time, root_directory
+from daric_rag.engine.storage.directory import process_is_running, process_start_time, root_directory
 from daric_rag.engine.storage.manifest import LOCK, write_json
 
 COUNTERS = "counters.json"
@@ -61,4 +61,4 @@ def _this_process() -> str:
 
 def _is_running(process: str) -> bool:
     pid, _, start = process.partition("-")
-    return pid.isdigit() and start.isdigit() and process_start_time(int(pid)) == int(start) != 0
+    return pid.isdigit() and start.isdigit() and process_is_running(int(pid), int(start))

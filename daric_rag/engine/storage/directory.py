@@ -159,6 +159,11 @@ def process_start_time(pid: int) -> int:
         return 0
 
 
+def process_is_running(pid: int, start_time: int) -> bool:
+    """Whether this very process is still there, not another one that has its number; False for start time 0."""
+    return bool(start_time) and process_start_time(pid) == start_time
+
+
 def prepare_directory(path: str, root: bytes, rank: int) -> None:
     """Make the directory of a rank, and be sure that it can be written. Raises `CacheUnavailableError`."""
     temporaries = os.path.join(rank_directory(path, root, rank), "tmp")
@@ -194,7 +199,7 @@ def remove_orphans(path: str, root: bytes, rank: int) -> int:
 
 def _is_orphan(file: str, pid: int, start_time: int) -> bool:
     """Whether the writer is dead: no such process, and no lock (a writer in another container has one)."""
-    if start_time and process_start_time(pid) == start_time:
+    if process_is_running(pid, start_time):
         return False
     try:
         fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)

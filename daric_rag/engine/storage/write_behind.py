@@ -174,8 +174,8 @@ class WriteBehind:
                 job = self._next()
                 if job is not None:
                     self._write(job)
-                if self._refresh_due():
-                    self._refresh()
+                    if self._refresh_due():
+                        self._refresh()
                 self._report()
         except Exception:  # the last resort: requests go on with what is in memory and on disk already
             logger.exception("KV cache on disk: %s is not written any more", self._disk.path)
