@@ -18,9 +18,9 @@ import numpy as np
 from benchmarks.datasets import Question
 from benchmarks.reuse import kl_divergence, one_token
 from daric_rag import DaricConfig, DaricEngine
-from daric_rag.engine.index.base import IndexEntry, KVIndex, Tier
-from daric_rag.engine.index.keys import root_key, segment_chain
-from daric_rag.engine.index.memory import MemoryIndex
+from daric_rag.engine.keys import root_key, segment_chain
+from daric_rag.engine.scheduling.index.base import IndexEntry, KVIndex, Tier
+from daric_rag.engine.scheduling.index.memory import MemoryIndex
 
 _CHUNKS, _CHUNK_TOKENS = 12, 512
 _SIZES = (24, 1_000, 100_000)
@@ -54,7 +54,7 @@ def run_lookup(redis_url: str | None, rounds: int = 300) -> dict[str, Any]:
 def _indexes(redis_url: str | None) -> Iterator[tuple[str, Callable[[], KVIndex]]]:
     yield "memory", MemoryIndex
     if redis_url is not None:
-        from daric_rag.engine.index.redis import RedisIndex
+        from daric_rag.engine.scheduling.index.redis import RedisIndex
 
         yield "redis", lambda: RedisIndex(redis_url)
 

@@ -14,7 +14,7 @@ from daric_rag.commands.table import bytes_text, print_pairs, print_table
 from daric_rag.progress import progress_bar
 
 if TYPE_CHECKING:
-    from daric_rag.engine.index.base import KVIndex
+    from daric_rag.engine.scheduling.index.base import KVIndex
     from daric_rag.engine.storage.archive import TransferReport
     from daric_rag.engine.storage.maintenance import CachedModel, RemovalReport
 
@@ -214,7 +214,7 @@ def _on_each(options: argparse.Namespace, work: Callable[[str | None], RemovalRe
 @contextlib.contextmanager
 def _shared_index(options: argparse.Namespace) -> Iterator[KVIndex | None]:
     """The Redis index; None for `memory`, which every engine makes anew from the folder."""
-    from daric_rag.engine.index.opening import open_index, shared_disk_id
+    from daric_rag.engine.scheduling.index.opening import open_index, shared_disk_id
 
     if options.index == "memory":
         yield None
@@ -228,7 +228,7 @@ def _shared_index(options: argparse.Namespace) -> Iterator[KVIndex | None]:
 
 
 def _forget(index: KVIndex | None, report: RemovalReport) -> None:
-    from daric_rag.engine.index.base import Tier
+    from daric_rag.engine.scheduling.index.base import Tier
 
     if index is not None and report.removed_keys:
         index.remove(list(report.removed_keys), Tier.DISK)

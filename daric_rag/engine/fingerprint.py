@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from daric_rag.config import DaricConfig
-from daric_rag.engine.index.keys import model_fingerprint
+from daric_rag.engine.keys import model_fingerprint
 
 # Raised whenever the meaning of stored bytes changes.
 LAYOUT_VERSION = 1

@@ -75,7 +75,7 @@ def _defaults(config: DaricConfig) -> dict[str, Any]:
         "worker_cls": f"daric_rag.engine.worker.Daric{'CPU' if is_cpu else 'GPU'}Worker",
         "kv_transfer_config": KVTransferConfig(
             kv_connector="DaricConnector",
-            kv_connector_module_path="daric_rag.engine.connector",
+            kv_connector_module_path="daric_rag.engine.scheduling.connector",
             kv_role="kv_both",
             kv_connector_extra_config={CONFIG_KEY: config.model_dump()},
         ),

@@ -9,8 +9,8 @@ from functools import partial
 from itertools import islice
 
 from daric_rag.config import DaricConfig
-from daric_rag.engine.index import opening
-from daric_rag.engine.index.base import IndexEntry, KVIndex, Tier
+from daric_rag.engine.scheduling.index import opening
+from daric_rag.engine.scheduling.index.base import IndexEntry, KVIndex, Tier
 from daric_rag.engine.storage.base import RecordSpec
 from daric_rag.engine.storage.directory import probe_record, scan_directory
 from daric_rag.engine.storage.store import KVStore

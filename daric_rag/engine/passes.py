@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from daric_rag.engine.plan import ChunkWork, StepPlan
+from daric_rag.engine.scheduling.plan import ChunkWork, StepPlan
 from daric_rag.engine.token_ranges import TokenRange
 
 

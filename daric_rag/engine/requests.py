@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from daric_rag.config import DaricConfig
 from daric_rag.engine.input_processor import ProcessedPrompt
-from daric_rag.engine.plan import EXTRA_ARGS_KEY, ChunkLayout
+from daric_rag.engine.scheduling.plan import EXTRA_ARGS_KEY, ChunkLayout
 from daric_rag.engine.selection import SelectionSettings
 from daric_rag.prompt import ChatPrompt, ChunkedPrompt
 

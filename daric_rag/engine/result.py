@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from daric_rag.engine.input_processor import ProcessedPrompt
-from daric_rag.engine.plan import EXTRA_ARGS_KEY
+from daric_rag.engine.scheduling.plan import EXTRA_ARGS_KEY
 from daric_rag.engine.token_ranges import TokenRange
 
 

@@ -16,13 +16,13 @@ import torch
 
 from daric_rag.config import DaricConfig
 from daric_rag.engine.fingerprint import storage_dtype
-from daric_rag.engine.index.keys import SegmentKey
+from daric_rag.engine.keys import SegmentKey
 from daric_rag.engine.kv_layout import KVLayout, gpu_layout, learn_cpu_layout
 from daric_rag.engine.opening import open_store
 from daric_rag.engine.passes import Generation, Recomputation
-from daric_rag.engine.plan import ChunkWork, StepPlan, clip
 from daric_rag.engine.report import RequestReport
 from daric_rag.engine.rope import RopeParameters, delta_table
+from daric_rag.engine.scheduling.plan import ChunkWork, StepPlan, clip
 from daric_rag.engine.storage.base import ReadHandle, RecordSpec, StoreEvent, WriteHandle
 from daric_rag.engine.token_ranges import TokenRange, subtract, total, union
 from daric_rag.engine.transfer import (

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from daric_rag import DaricEngine, cli
-from daric_rag.engine.index.base import IndexEntry, Tier
-from daric_rag.engine.index.opening import open_index, shared_disk_id
+from daric_rag.engine.scheduling.index.base import IndexEntry, Tier
+from daric_rag.engine.scheduling.index.opening import open_index, shared_disk_id
 from tests.redis_server import RedisServer
 from tests.storage_support import ROOT as KEY_ROOT
 from tests.storage_support import key_of, open_store, record_files, save

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from daric_rag.engine.index import (
+from daric_rag.engine.scheduling.index import (
     IndexEntry,
     KVIndex,
     Segment,
@@ -26,8 +26,8 @@ from daric_rag.engine.index import (
     root_key,
     segment_chain,
 )
-from daric_rag.engine.index.redis import RedisIndex
-from daric_rag.engine.index.redis_link import redact
+from daric_rag.engine.scheduling.index.redis import RedisIndex
+from daric_rag.engine.scheduling.index.redis_link import redact
 from daric_rag.errors import CacheUnavailableError, MissingExtraError
 from tests.redis_server import RedisServer, free_port
 
@@ -505,7 +505,7 @@ def test_without_the_client_the_extra_is_named() -> None:
     program = """
 import sys
 sys.modules["redis"] = None
-from daric_rag.engine.index import open_index
+from daric_rag.engine.scheduling.index import open_index
 from daric_rag.errors import MissingExtraError
 open_index("memory")
 try:

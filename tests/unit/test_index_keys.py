@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daric_rag.engine.index import KEY_BYTES, SEGMENT_TOKENS, model_fingerprint, root_key, segment_chain
+from daric_rag.engine.scheduling.index import (
+    KEY_BYTES,
+    SEGMENT_TOKENS,
+    model_fingerprint,
+    root_key,
+    segment_chain,
+)
 
 ROOT = root_key({"model": "m"})
 # Lengths around whole segments, which lists of single tokens would hardly ever have.

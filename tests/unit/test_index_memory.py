@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from daric_rag.engine.index import (
+from daric_rag.engine.scheduling.index import (
     UNKNOWN_ROOT,
     IndexEntry,
     MemoryIndex,

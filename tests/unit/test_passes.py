@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daric_rag.engine.index.keys import root_key, segment_chain
+from daric_rag.engine.keys import root_key, segment_chain
 from daric_rag.engine.passes import (
     Capacity,
     Generation,
@@ -13,7 +13,7 @@ from daric_rag.engine.passes import (
     generation_passes,
     recomputation_passes,
 )
-from daric_rag.engine.plan import ChunkWork, StepPlan
+from daric_rag.engine.scheduling.plan import ChunkWork, StepPlan
 from daric_rag.engine.token_ranges import TokenRange, union
 
 BLOCK = 32

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daric_rag.engine.index.base import IndexEntry, Tier
-from daric_rag.engine.index.keys import root_key
-from daric_rag.engine.index.memory import MemoryIndex
-from daric_rag.engine.plan import ChunkLayout, RequestPlan, StepPlan, clip
-from daric_rag.engine.scheduler_side import SchedulerSide
+from daric_rag.engine.keys import root_key
+from daric_rag.engine.scheduling.index.base import IndexEntry, Tier
+from daric_rag.engine.scheduling.index.memory import MemoryIndex
+from daric_rag.engine.scheduling.plan import ChunkLayout, RequestPlan, StepPlan, clip
+from daric_rag.engine.scheduling.scheduler_side import SchedulerSide
 from daric_rag.engine.selection import SelectionSettings
 from daric_rag.engine.storage.base import StoreEvent
 from daric_rag.engine.token_ranges import total, union

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from daric_rag.engine.index.memory import MemoryIndex
-from daric_rag.engine.scheduler_side import SchedulerSide
+from daric_rag.engine.scheduling.index.memory import MemoryIndex
+from daric_rag.engine.scheduling.scheduler_side import SchedulerSide
 from daric_rag.engine.storage import KVStore, ReadHandle, StoreEvent, WriteHandle, record_path
 from tests.storage_support import ROOT, SPEC, is_intact, key_of, load, open_store, payload_of, record_files
 

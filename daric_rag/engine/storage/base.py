@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from daric_rag.engine.index.keys import KEY_BYTES, SEGMENT_TOKENS, SegmentKey
+from daric_rag.engine.keys import KEY_BYTES, SEGMENT_TOKENS, SegmentKey
 
 ITEM_NBYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 

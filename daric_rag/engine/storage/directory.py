@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from daric_rag.engine.index.keys import SegmentKey
+from daric_rag.engine.keys import SegmentKey
 from daric_rag.engine.storage.base import Bytes
 from daric_rag.engine.storage.record import (
     SUFFIX,

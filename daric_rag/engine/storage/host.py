@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from daric_rag.engine.index.keys import SegmentKey
+from daric_rag.engine.keys import SegmentKey
 from daric_rag.engine.storage.arena import Arena, aligned
 from daric_rag.engine.storage.base import Bytes, RecordSpec
 from daric_rag.engine.storage.policy import EvictionPolicy

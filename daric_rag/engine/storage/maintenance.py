@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from daric_rag.engine.index.keys import SegmentKey
+from daric_rag.engine.keys import SegmentKey
 from daric_rag.engine.storage.base import RecordSpec
 from daric_rag.engine.storage.counters import COUNTERS, read_counters
 from daric_rag.engine.storage.directory import (

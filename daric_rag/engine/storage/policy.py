@@ -6,7 +6,7 @@ import heapq
 import math
 from itertools import count
 
-from daric_rag.engine.index.keys import SegmentKey
+from daric_rag.engine.keys import SegmentKey
 
 MAX_TURNS = 4.0
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from daric_rag.engine.index.keys import KEY_BYTES, SEGMENT_TOKENS, SegmentKey
+from daric_rag.engine.keys import KEY_BYTES, SEGMENT_TOKENS, SegmentKey
 from daric_rag.engine.storage.base import Bytes, RecordSpec
 
 if TYPE_CHECKING:

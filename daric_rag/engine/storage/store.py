@@ -6,7 +6,7 @@ import threading
 import time
 from collections import Counter, deque
 
-from daric_rag.engine.index.keys import KEY_BYTES, SegmentKey
+from daric_rag.engine.keys import KEY_BYTES, SegmentKey
 from daric_rag.engine.storage.base import (
     ReadHandle,
     RecordSpec,

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from daric_rag.engine.index.keys import SegmentKey
+from daric_rag.engine.keys import SegmentKey
 from daric_rag.engine.storage.base import Bytes
 from daric_rag.engine.storage.counters import COUNTED, report_counters
 from daric_rag.engine.storage.disk import TOUCH_INTERVAL_S, DiskRecord, DiskTier

@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from daric_rag.engine.index.base import IndexEntry, KVIndex, Tier
-from daric_rag.engine.index.keys import SegmentKey
-from daric_rag.engine.plan import ChunkLayout, RequestPlan, StepPlan
+from daric_rag.engine.keys import SegmentKey
+from daric_rag.engine.scheduling.index.base import IndexEntry, KVIndex, Tier
+from daric_rag.engine.scheduling.plan import ChunkLayout, RequestPlan, StepPlan
 from daric_rag.engine.storage.base import StoreEvent
 
 

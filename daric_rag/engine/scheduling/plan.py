@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from daric_rag.engine.index.keys import Segment, segment_chain
+from daric_rag.engine.keys import Segment, segment_chain
 from daric_rag.engine.selection import SelectionSettings, select
 from daric_rag.engine.token_ranges import TokenRange, refine, subtract, union
 

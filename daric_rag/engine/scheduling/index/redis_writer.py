@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from daric_rag.engine.index import redis_scripts
-from daric_rag.engine.index.base import IndexEntry
-from daric_rag.engine.index.keys import SegmentKey
-from daric_rag.engine.index.redis_link import Argument, Call, RedisDownError, RedisLink
+from daric_rag.engine.keys import SegmentKey
+from daric_rag.engine.scheduling.index import redis_scripts
+from daric_rag.engine.scheduling.index.base import IndexEntry
+from daric_rag.engine.scheduling.index.redis_link import Argument, Call, RedisDownError, RedisLink
 
 MAX_QUEUED_KEYS = 65_536
 KEYS_PER_CALL = 256

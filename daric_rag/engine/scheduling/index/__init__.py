@@ -1,7 +1,6 @@
 """The KV cache index: segment keys, the interface, and its two implementations."""
 
-from daric_rag.engine.index.base import UNKNOWN_ROOT, IndexEntry, IndexStats, KVIndex, Probe, Tier
-from daric_rag.engine.index.keys import (
+from daric_rag.engine.keys import (
     KEY_BYTES,
     SEGMENT_TOKENS,
     Segment,
@@ -10,8 +9,9 @@ from daric_rag.engine.index.keys import (
     root_key,
     segment_chain,
 )
-from daric_rag.engine.index.memory import MemoryIndex
-from daric_rag.engine.index.opening import open_index, shared_disk_id
+from daric_rag.engine.scheduling.index.base import UNKNOWN_ROOT, IndexEntry, IndexStats, KVIndex, Probe, Tier
+from daric_rag.engine.scheduling.index.memory import MemoryIndex
+from daric_rag.engine.scheduling.index.opening import open_index, shared_disk_id
 
 __all__ = [
     "KEY_BYTES",

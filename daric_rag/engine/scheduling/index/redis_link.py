@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from daric_rag.engine.index import redis_scripts
+from daric_rag.engine.scheduling.index import redis_scripts
 from daric_rag.errors import CacheUnavailableError, DaricError, MissingExtraError
 
 try:

@@ -5,8 +5,8 @@ import os
 import uuid
 from pathlib import Path
 
-from daric_rag.engine.index.base import KVIndex, Probe
-from daric_rag.engine.index.memory import MemoryIndex
+from daric_rag.engine.scheduling.index.base import KVIndex, Probe
+from daric_rag.engine.scheduling.index.memory import MemoryIndex
 
 
 def open_index(index: str, *, probe: Probe | None = None, shared_disk_id: str | None = None) -> KVIndex:
@@ -22,7 +22,7 @@ def open_index(index: str, *, probe: Probe | None = None, shared_disk_id: str | 
     if index == "memory":
         return MemoryIndex(probe)
     if index.startswith(("redis://", "rediss://")):
-        from daric_rag.engine.index.redis import RedisIndex
+        from daric_rag.engine.scheduling.index.redis import RedisIndex
 
         return RedisIndex(index, shared_disk_id=shared_disk_id)
     raise ValueError(

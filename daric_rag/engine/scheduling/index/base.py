@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from daric_rag.engine.index.keys import KEY_BYTES, SEGMENT_TOKENS, SegmentKey
+from daric_rag.engine.keys import KEY_BYTES, SEGMENT_TOKENS, SegmentKey
 
 UNKNOWN_ROOT: SegmentKey = bytes(KEY_BYTES)
 """Root of a segment that was found in a shared directory, where only its key is written."""

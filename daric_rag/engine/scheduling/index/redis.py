@@ -6,12 +6,12 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
-from daric_rag.engine.index import redis_scripts
-from daric_rag.engine.index.base import IndexEntry, IndexStats, KVIndex, Tier
-from daric_rag.engine.index.keys import SegmentKey
-from daric_rag.engine.index.memory import MemoryIndex
-from daric_rag.engine.index.redis_link import Argument, RedisDownError
-from daric_rag.engine.index.redis_writer import KEYS_PER_CALL, RedisWriter, Update
+from daric_rag.engine.keys import SegmentKey
+from daric_rag.engine.scheduling.index import redis_scripts
+from daric_rag.engine.scheduling.index.base import IndexEntry, IndexStats, KVIndex, Tier
+from daric_rag.engine.scheduling.index.memory import MemoryIndex
+from daric_rag.engine.scheduling.index.redis_link import Argument, RedisDownError
+from daric_rag.engine.scheduling.index.redis_writer import KEYS_PER_CALL, RedisWriter, Update
 from daric_rag.errors import CacheUnavailableError
 
 _BITS = {Tier.HOST: 1, Tier.DISK: 2}
