@@ -18,9 +18,11 @@ from pathlib import Path
 
 import torch
 
-from daric_rag.engine import transfer, transfer_kernels, transfer_reference
-from daric_rag.engine.kv_layout import KVLayout, learn_cpu_layout
-from daric_rag.engine.transfer import RopeTable, TransferPlan, TransferRange
+from daric_rag.engine.worker.kv_layout import KVLayout, learn_cpu_layout
+from daric_rag.engine.worker.transfer import kernels as transfer_kernels
+from daric_rag.engine.worker.transfer import ops as transfer
+from daric_rag.engine.worker.transfer import reference as transfer_reference
+from daric_rag.engine.worker.transfer.ops import RopeTable, TransferPlan, TransferRange
 
 SEGMENT_TOKENS = 256
 

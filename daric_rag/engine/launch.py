@@ -72,7 +72,7 @@ def _defaults(config: DaricConfig) -> dict[str, Any]:
 
     is_cpu = _device_type() == "cpu"
     defaults: dict[str, Any] = {
-        "worker_cls": f"daric_rag.engine.worker.Daric{'CPU' if is_cpu else 'GPU'}Worker",
+        "worker_cls": f"daric_rag.engine.worker.worker.Daric{'CPU' if is_cpu else 'GPU'}Worker",
         "kv_transfer_config": KVTransferConfig(
             kv_connector="DaricConnector",
             kv_connector_module_path="daric_rag.engine.scheduling.connector",

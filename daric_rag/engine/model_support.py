@@ -1,7 +1,7 @@
 """What is refused before an engine starts: other vLLM versions, models and settings that rule reuse out.
 
 This is the cheap gate, from configuration alone. The loaded model is checked again, module by module, by
-`daric_rag.engine.rope.rope_parameters_from_model`.
+`daric_rag.engine.worker.rope.rope_parameters_from_model`.
 """
 
 import importlib.metadata

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from daric_rag.engine.kv_layout import (
+from daric_rag.engine.worker.kv_layout import (
     KVLayout,
     PackedOrder,
     _invert,

@@ -6,15 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daric_rag.engine.keys import root_key, segment_chain
-from daric_rag.engine.passes import (
+from daric_rag.engine.scheduling.plan import ChunkWork, StepPlan
+from daric_rag.engine.token_ranges import TokenRange, union
+from daric_rag.engine.worker.passes import (
     Capacity,
     Generation,
     Recomputation,
     generation_passes,
     recomputation_passes,
 )
-from daric_rag.engine.scheduling.plan import ChunkWork, StepPlan
-from daric_rag.engine.token_ranges import TokenRange, union
 
 BLOCK = 32
 ROOT = root_key({"model": "test"})

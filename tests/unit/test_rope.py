@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from daric_rag.engine.rope import (
+from daric_rag.engine.worker.rope import (
     RopeParameters,
     delta_table,
     rope_parameters_from_model,

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from daric_rag.config import DaricConfig
-from daric_rag.engine.passes import SubRequest
-from daric_rag.engine.rope import RopeParameters, delta_table, rotate
-from daric_rag.engine.self_check import check_against_prefill
-from daric_rag.engine.worker_side import WorkerSide
+from daric_rag.engine.worker.passes import SubRequest
+from daric_rag.engine.worker.rope import RopeParameters, delta_table, rotate
+from daric_rag.engine.worker.self_check import check_against_prefill
+from daric_rag.engine.worker.worker_side import WorkerSide
 from daric_rag.errors import UnsupportedModelError
 
 BLOCK, HEADS, DIM, VOCABULARY = 32, 2, 32, 500

@@ -11,10 +11,17 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from daric_rag.engine import transfer, transfer_reference
-from daric_rag.engine import transfer_kernels as kernels
-from daric_rag.engine.kv_layout import KVLayout, PackedOrder, gpu_layout
-from daric_rag.engine.transfer import NO_RECORD, NO_ROTATION, RopeTable, TransferPlan, TransferRange
+from daric_rag.engine.worker.kv_layout import KVLayout, PackedOrder, gpu_layout
+from daric_rag.engine.worker.transfer import kernels
+from daric_rag.engine.worker.transfer import ops as transfer
+from daric_rag.engine.worker.transfer import reference as transfer_reference
+from daric_rag.engine.worker.transfer.ops import (
+    NO_RECORD,
+    NO_ROTATION,
+    RopeTable,
+    TransferPlan,
+    TransferRange,
+)
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LAYERS, NUM_BLOCKS = 2, 12

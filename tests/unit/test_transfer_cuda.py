@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
-from daric_rag.engine import transfer
-from daric_rag.engine import transfer_kernels as kernels
-from daric_rag.engine.kv_layout import gpu_layout
-from daric_rag.engine.transfer import RopeTable, TransferPlan, TransferRange
-from daric_rag.engine.transfer_stream import LayerStream
+from daric_rag.engine.worker.kv_layout import gpu_layout
+from daric_rag.engine.worker.transfer import kernels
+from daric_rag.engine.worker.transfer import ops as transfer
+from daric_rag.engine.worker.transfer.layer_stream import LayerStream
+from daric_rag.engine.worker.transfer.ops import RopeTable, TransferPlan, TransferRange
 
 LAYERS, BLOCKS, BLOCK_SIZE, HEADS, HEAD_DIM = 2, 12, 16, 4, 64
 

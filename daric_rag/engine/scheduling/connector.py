@@ -24,7 +24,7 @@ from daric_rag.engine.report import ReportBook, RequestReport
 from daric_rag.engine.scheduling.plan import EXTRA_ARGS_KEY, ChunkLayout, StepPlan
 from daric_rag.engine.scheduling.scheduler_side import SchedulerSide
 from daric_rag.engine.storage.base import StoreEvent
-from daric_rag.engine.worker_side import WorkerSide
+from daric_rag.engine.worker.worker_side import WorkerSide
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -132,7 +132,7 @@ def cuda_library() -> ctypes.CDLL | None:
 
 
 def _load(pattern: str) -> ctypes.CDLL | None:
-    for path in sorted(Path(__file__).parents[1].glob(pattern)):
+    for path in sorted(Path(__file__).parents[3].glob(pattern)):
         try:
             library = ctypes.CDLL(str(path))
         except OSError:

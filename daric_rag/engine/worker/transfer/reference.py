@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from daric_rag.engine.transfer_plan import NO_ROTATION, TransferRange
+from daric_rag.engine.worker.transfer.plan import NO_ROTATION, TransferRange
 
 
 def scatter_kv(

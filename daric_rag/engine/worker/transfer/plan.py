@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from daric_rag.engine.kv_layout import SUPPORTED_DTYPES, KVLayout
+from daric_rag.engine.worker.kv_layout import SUPPORTED_DTYPES, KVLayout
 
 NO_ROTATION = -1
 NO_RECORD = 0

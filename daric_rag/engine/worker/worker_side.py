@@ -17,15 +17,16 @@ import torch
 from daric_rag.config import DaricConfig
 from daric_rag.engine.fingerprint import storage_dtype
 from daric_rag.engine.keys import SegmentKey
-from daric_rag.engine.kv_layout import KVLayout, gpu_layout, learn_cpu_layout
 from daric_rag.engine.opening import open_store
-from daric_rag.engine.passes import Generation, Recomputation
 from daric_rag.engine.report import RequestReport
-from daric_rag.engine.rope import RopeParameters, delta_table
 from daric_rag.engine.scheduling.plan import ChunkWork, StepPlan, clip
 from daric_rag.engine.storage.base import ReadHandle, RecordSpec, StoreEvent, WriteHandle
 from daric_rag.engine.token_ranges import TokenRange, subtract, total, union
-from daric_rag.engine.transfer import (
+from daric_rag.engine.worker.kv_layout import KVLayout, gpu_layout, learn_cpu_layout
+from daric_rag.engine.worker.passes import Generation, Recomputation
+from daric_rag.engine.worker.rope import RopeParameters, delta_table
+from daric_rag.engine.worker.transfer.layer_stream import LayerStream
+from daric_rag.engine.worker.transfer.ops import (
     NO_RECORD,
     NO_ROTATION,
     RopeTable,
@@ -35,7 +36,6 @@ from daric_rag.engine.transfer import (
     rotate_,
     scatter_,
 )
-from daric_rag.engine.transfer_stream import LayerStream
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -26,7 +26,9 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, KVConnectorOutput, ModelRunnerOutput
 
-from daric_rag.engine.passes import (
+from daric_rag.engine.scheduling.connector import DaricConnector, DaricMetadata
+from daric_rag.engine.scheduling.plan import StepPlan
+from daric_rag.engine.worker.passes import (
     Capacity,
     FinalRow,
     Pass,
@@ -34,11 +36,9 @@ from daric_rag.engine.passes import (
     generation_passes,
     recomputation_passes,
 )
-from daric_rag.engine.rope import rope_parameters_from_model
-from daric_rag.engine.scheduling.connector import DaricConnector, DaricMetadata
-from daric_rag.engine.scheduling.plan import StepPlan
-from daric_rag.engine.self_check import check_against_prefill
-from daric_rag.engine.worker_side import StepWork, WorkerSide
+from daric_rag.engine.worker.rope import rope_parameters_from_model
+from daric_rag.engine.worker.self_check import check_against_prefill
+from daric_rag.engine.worker.worker_side import StepWork, WorkerSide
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest

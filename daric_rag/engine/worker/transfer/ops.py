@@ -12,10 +12,15 @@ from typing import Any
 
 import torch
 
-from daric_rag.engine import transfer_kernels as kernels
-from daric_rag.engine import transfer_reference as reference
-from daric_rag.engine.kv_layout import KVLayout, PackedOrder
-from daric_rag.engine.transfer_plan import NO_RECORD, NO_ROTATION, RopeTable, TransferPlan, TransferRange
+from daric_rag.engine.worker.kv_layout import KVLayout, PackedOrder
+from daric_rag.engine.worker.transfer import kernels, reference
+from daric_rag.engine.worker.transfer.plan import (
+    NO_RECORD,
+    NO_ROTATION,
+    RopeTable,
+    TransferPlan,
+    TransferRange,
+)
 
 __all__ = [
     "NO_RECORD",

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from daric_rag.engine.passes import SubRequest
-from daric_rag.engine.worker_side import WorkerSide
+from daric_rag.engine.worker.passes import SubRequest
+from daric_rag.engine.worker.worker_side import WorkerSide
 from daric_rag.errors import UnsupportedModelError
 
 # Block 0 is vLLM's own; before the first request all others are free, and nothing in them is trusted later.
