@@ -47,7 +47,7 @@ class Lent:
 @pytest.fixture
 def shared(engine: DaricEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the models of the examples get instead of starting an engine of their own."""
-    for module in ("langchain_model", "llama_index"):
+    for module in ("langchain.model", "llama_index.llm"):
         monkeypatch.setattr(f"daric_rag.integrations.{module}.get_engine", lambda *arguments: engine)
     attach_engine(engine)
 

@@ -15,7 +15,7 @@ from langchain_core.messages import (
 )
 
 from daric_rag.config import DEFAULT_DELIMITER as D
-from daric_rag.integrations.langchain_messages import (
+from daric_rag.integrations.langchain.messages import (
     PromptFormat,
     artifact_texts,
     document_contents,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from daric_rag.integrations.langchain_tools import (
+from daric_rag.integrations.langchain.tools import (
     ToolCallGate,
     call_schema,
     chosen_tools,

@@ -10,10 +10,10 @@ from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index_instrumentation import get_dispatcher
 
 from daric_rag.engine.result import RequestMetrics, StreamChunk
-from daric_rag.integrations import llama_index_events
 from daric_rag.integrations.llama_index import DaricLLM
-from daric_rag.integrations.llama_index_calls import Accumulator, call_options, chat_response
-from daric_rag.integrations.llama_index_events import node_texts, watch_retrieval
+from daric_rag.integrations.llama_index import events as llama_index_events
+from daric_rag.integrations.llama_index.calls import Accumulator, call_options, chat_response
+from daric_rag.integrations.llama_index.events import node_texts, watch_retrieval
 
 NODES = [
     NodeWithScore(node=TextNode(text="The ferry leaves at six.", metadata={"file": "ferry.txt"}), score=1.0),

@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 from llama_index.core.base.llms.types import LLMMetadata
 from llama_index.core.prompts import PromptTemplate
 
-from daric_rag.integrations.llama_index_prompt_helper import (
+from daric_rag.integrations.llama_index.prompt_helper import (
     DaricLLMMetadata,
     DaricPromptHelper,
     PackedText,
     wrap,
 )
-from daric_rag.integrations.llama_index_prompts import text_parts
+from daric_rag.integrations.llama_index.prompts import text_parts
 from daric_rag.prompt import Document
 
 D = "<|daric|>"

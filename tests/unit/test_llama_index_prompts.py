@@ -5,7 +5,7 @@ from llama_index.core.base.llms.types import ChatMessage as LlamaMessage
 from llama_index.core.base.llms.types import CitableBlock, ImageBlock, MessageRole, TextBlock, ThinkingBlock
 from llama_index.core.schema import NodeWithScore, TextNode
 
-from daric_rag.integrations.llama_index_prompts import as_document, chat_prompt, text_parts
+from daric_rag.integrations.llama_index.prompts import as_document, chat_prompt, text_parts
 from daric_rag.prompt import ChatMessage, Document, Live
 from daric_rag.recognition import Recognizer
 

@@ -11,8 +11,8 @@ from daric_rag import known_documents
 from daric_rag.config import DaricConfig
 from daric_rag.engine.input_processor import InputProcessor
 from daric_rag.engine.result import Completion, GenerationResult, RequestMetrics, StreamChunk
-from daric_rag.integrations import llama_index_calls
 from daric_rag.integrations.llama_index import DaricLLM, DaricPromptHelper, watch_retrieval
+from daric_rag.integrations.llama_index import calls as llama_index_calls
 from daric_rag.recognition import Recognizer, split_by_matches
 from tests.character_tokenizer import CharacterTokenizer
 from tests.llama_index_support import WordEmbedding

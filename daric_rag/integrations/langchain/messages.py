@@ -19,7 +19,7 @@ from langchain_core.messages import (
     ChatMessage as RoleMessage,
 )
 
-from daric_rag.integrations.langchain_tools import tool_call_text, tools_text
+from daric_rag.integrations.langchain.tools import tool_call_text, tools_text
 from daric_rag.prompt import ChatMessage, ChatPrompt, ChunkedPrompt, Content, Document, Live, has_delimiter
 from daric_rag.recognition import Match, split_by_matches
 

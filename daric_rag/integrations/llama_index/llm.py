@@ -22,7 +22,8 @@ except ImportError as error:
     ) from error
 
 from daric_rag.config import PER_CALL_OPTIONS, DaricConfig, reject_unknown
-from daric_rag.integrations.llama_index_calls import (
+from daric_rag.integrations.common.shared_engine import get_engine
+from daric_rag.integrations.llama_index.calls import (
     Accumulator,
     Answer,
     CallOptions,
@@ -31,10 +32,9 @@ from daric_rag.integrations.llama_index_calls import (
     chat_response,
     completion_response,
 )
-from daric_rag.integrations.llama_index_events import watch_retrieval
-from daric_rag.integrations.llama_index_prompt_helper import DaricLLMMetadata, DaricPromptHelper
-from daric_rag.integrations.llama_index_prompts import as_document, chat_prompt
-from daric_rag.integrations.shared_engine import get_engine
+from daric_rag.integrations.llama_index.events import watch_retrieval
+from daric_rag.integrations.llama_index.prompt_helper import DaricLLMMetadata, DaricPromptHelper
+from daric_rag.integrations.llama_index.prompts import as_document, chat_prompt
 from daric_rag.known_documents import attach_engine
 from daric_rag.prompt import ChatPrompt, ChunkedPrompt, has_delimiter
 

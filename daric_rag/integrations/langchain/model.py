@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from daric_rag.config import PER_CALL_OPTIONS, DaricConfig, reject_unknown
-from daric_rag.integrations.langchain_messages import PromptFormat, document_contents
-from daric_rag.integrations.shared_engine import get_engine
+from daric_rag.integrations.common.shared_engine import get_engine
+from daric_rag.integrations.langchain.messages import PromptFormat, document_contents
 from daric_rag.known_documents import attach_engine
 from daric_rag.prompt import Content
 

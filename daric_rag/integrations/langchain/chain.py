@@ -14,7 +14,7 @@ from langchain_core.prompt_values import ChatPromptValue
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import Runnable, RunnableLambda, RunnablePassthrough
 
-from daric_rag.integrations.langchain_model import DaricModel
+from daric_rag.integrations.langchain.model import DaricModel
 from daric_rag.known_documents import register_documents
 
 DEFAULT_SYSTEM_PROMPT = (

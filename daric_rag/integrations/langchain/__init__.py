@@ -16,8 +16,8 @@ except ImportError as error:
         f'LangChain cannot be imported ({error}); install it with: pip install "daric-rag[langchain]"'
     ) from error
 
-from daric_rag.integrations.langchain_chain import DaricCallbackHandler, create_daric_rag_chain
-from daric_rag.integrations.langchain_chat import ChatDaric
-from daric_rag.integrations.langchain_llm import DaricLLM
+from daric_rag.integrations.langchain.chain import DaricCallbackHandler, create_daric_rag_chain
+from daric_rag.integrations.langchain.chat import ChatDaric
+from daric_rag.integrations.langchain.llm import DaricLLM
 
 __all__ = ["ChatDaric", "DaricCallbackHandler", "DaricLLM", "create_daric_rag_chain"]

@@ -17,9 +17,9 @@ from pydantic import ConfigDict
 
 from daric_rag.engine.input_processor import Prompt
 from daric_rag.engine.result import GenerationResult, StreamChunk
-from daric_rag.integrations.langchain_messages import artifact_texts, to_chat_prompt, to_text_prompt
-from daric_rag.integrations.langchain_model import CALL_OPTIONS, Call, DaricModel
-from daric_rag.integrations.langchain_results import chunk_info, completion_info, token_usage, usage
+from daric_rag.integrations.langchain.messages import artifact_texts, to_chat_prompt, to_text_prompt
+from daric_rag.integrations.langchain.model import CALL_OPTIONS, Call, DaricModel
+from daric_rag.integrations.langchain.results import chunk_info, completion_info, token_usage, usage
 from daric_rag.known_documents import register_documents
 
 # LangChain makes the key of its cache without the options of the call; `_identifying_params` adds them.

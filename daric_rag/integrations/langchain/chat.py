@@ -25,10 +25,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from daric_rag.config import one_of
 from daric_rag.engine.result import GenerationResult, StreamChunk
-from daric_rag.integrations.langchain_messages import artifact_texts, to_chat_prompt
-from daric_rag.integrations.langchain_model import Call, DaricModel
-from daric_rag.integrations.langchain_results import chunk_info, completion_info, token_usage, usage
-from daric_rag.integrations.langchain_tools import (
+from daric_rag.integrations.langchain.messages import artifact_texts, to_chat_prompt
+from daric_rag.integrations.langchain.model import Call, DaricModel
+from daric_rag.integrations.langchain.results import chunk_info, completion_info, token_usage, usage
+from daric_rag.integrations.langchain.tools import (
     ParsedAnswer,
     Tool,
     ToolCallGate,

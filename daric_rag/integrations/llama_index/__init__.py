@@ -1,0 +1,7 @@
+"""LlamaIndex language model on `DaricEngine` (extra `llamaindex`): swap the LLM, change nothing else."""
+
+from daric_rag.integrations.llama_index.events import watch_retrieval
+from daric_rag.integrations.llama_index.llm import DaricLLM
+from daric_rag.integrations.llama_index.prompt_helper import DaricPromptHelper
+
+__all__ = ["DaricLLM", "DaricPromptHelper", "watch_retrieval"]
