@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from daric_rag.config import DaricConfig
     from daric_rag.engine.engine import DaricEngine
-    from daric_rag.engine.result import GenerationResult, RequestMetrics, StreamChunk, WarmResult
+    from daric_rag.engine.metrics import RequestMetrics
+    from daric_rag.engine.result import GenerationResult, StreamChunk, WarmResult
     from daric_rag.errors import DaricError
     from daric_rag.prompt import ChatMessage, ChatPrompt, ChunkedPrompt, Document, Live
 
@@ -23,7 +24,7 @@ _HOMES = {
     "Document": "daric_rag.prompt",
     "GenerationResult": "daric_rag.engine.result",
     "Live": "daric_rag.prompt",
-    "RequestMetrics": "daric_rag.engine.result",
+    "RequestMetrics": "daric_rag.engine.metrics",
     "StreamChunk": "daric_rag.engine.result",
     "WarmResult": "daric_rag.engine.result",
 }

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from daric_rag import ChunkedPrompt, DaricEngine, GenerationResult
-from daric_rag.engine.result import RequestMetrics
+from daric_rag.engine.metrics import RequestMetrics
 
 _PLACES = [
     "Aldam",

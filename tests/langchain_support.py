@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from daric_rag.config import PER_CALL_OPTIONS, DaricConfig, reject_unknown
-from daric_rag.engine.result import Completion, GenerationResult, RequestMetrics, StreamChunk
+from daric_rag.engine.metrics import RequestMetrics
+from daric_rag.engine.result import Completion, GenerationResult, StreamChunk
 
 METRICS = RequestMetrics(
     prompt_tokens=100,

@@ -22,7 +22,7 @@ from daric_rag.prompt import ChunkedPrompt
 
 if TYPE_CHECKING:
     from daric_rag.engine.engine import DaricEngine
-    from daric_rag.engine.result import RequestMetrics
+    from daric_rag.engine.metrics import RequestMetrics
     from daric_rag.retrieval import DaricRetriever, RetrievedDocument
 
 SYSTEM = "Answer the question in one or two sentences, using only the documents."

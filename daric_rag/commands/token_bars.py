@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from daric_rag.engine.result import RequestMetrics
+from daric_rag.engine.metrics import RequestMetrics
 from daric_rag.engine.token_ranges import TokenRange
 
 

@@ -15,16 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from daric_rag.config import DaricConfig
 from daric_rag.engine.input_processor import InputProcessor, ProcessedPrompt, Prompt
 from daric_rag.engine.launch import launch
+from daric_rag.engine.metrics import RequestMetrics, Totals
 from daric_rag.engine.requests import build_request, is_one_prompt, warm_request
-from daric_rag.engine.result import (
-    Completion,
-    GenerationResult,
-    RequestMetrics,
-    StreamChunk,
-    WarmResult,
-    build_metrics,
-)
-from daric_rag.engine.totals import Totals
+from daric_rag.engine.result import Completion, GenerationResult, StreamChunk, WarmResult, build_metrics
 from daric_rag.errors import DaricError, EngineClosedError
 from daric_rag.progress import progress_bar
 from daric_rag.prompt import Content

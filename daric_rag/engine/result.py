@@ -2,53 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from daric_rag.engine.input_processor import ProcessedPrompt
+from daric_rag.engine.metrics import RequestMetrics
 from daric_rag.engine.scheduling.plan import EXTRA_ARGS_KEY
-from daric_rag.engine.token_ranges import TokenRange
-
-
-@dataclass(frozen=True)
-class RequestMetrics:
-    """What happened to the tokens of one prompt.
-
-    `prompt_tokens` counts what the model sees, padding included, and equals `engine_hit_tokens` +
-    `loaded_tokens` + `generated_tokens` + `live_tokens`. `recomputed_tokens` counts all tokens of the
-    partial-recomputation phase, live ones included; `recomputed_ranges` says which. `chunk_bounds` and
-    `document_ranges` are `[start, end)` token ranges of the chunks, and of those that are documents. Seconds
-    are wall clock; those of a step shared with other requests are the whole step's.
-    """
-
-    prompt_tokens: int
-    padding_tokens: int
-    engine_hit_tokens: int
-    loaded_tokens: int
-    generated_tokens: int
-    recomputed_tokens: int
-    live_tokens: int
-    ttft_s: float
-    recomputed_ranges: tuple[TokenRange, ...] = ()
-    completion_tokens: int = 0
-    num_chunks: int = 1
-    chunk_bounds: tuple[TokenRange, ...] = ()
-    document_ranges: tuple[TokenRange, ...] = ()
-    dropped_documents: int = 0
-    recognised_documents: int = 0
-    failed_segments: int = 0
-    lookup_s: float = 0.0
-    load_s: float = 0.0
-    generate_s: float = 0.0
-    recompute_s: float = 0.0
-    reused: bool = False
-
-    def to_dict(self) -> dict[str, Any]:
-        """The metrics as plain JSON values."""
-        values = asdict(self)
-        for name in ("recomputed_ranges", "chunk_bounds", "document_ranges"):
-            values[name] = [list(item) for item in values[name]]
-        return values
 
 
 @dataclass(frozen=True)

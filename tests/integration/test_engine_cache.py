@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from daric_rag import ChunkedPrompt, DaricConfig, DaricEngine, GenerationResult
-from daric_rag.engine.result import RequestMetrics
+from daric_rag.engine.metrics import RequestMetrics
 from daric_rag.errors import CacheUnavailableError, DaricError
 from tests.engine_support import (
     assert_adds_up,

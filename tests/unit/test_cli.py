@@ -22,7 +22,7 @@ from daric_rag.commands.token_bars import (
     token_kinds,
 )
 from daric_rag.demo import QUESTIONS, sample_documents
-from daric_rag.engine.result import RequestMetrics
+from daric_rag.engine.metrics import RequestMetrics
 from tests.storage_support import ROOT, key_of, open_store, save
 
 

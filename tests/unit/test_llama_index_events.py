@@ -9,7 +9,8 @@ from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index_instrumentation import get_dispatcher
 
-from daric_rag.engine.result import RequestMetrics, StreamChunk
+from daric_rag.engine.metrics import RequestMetrics
+from daric_rag.engine.result import StreamChunk
 from daric_rag.integrations.llama_index import DaricLLM
 from daric_rag.integrations.llama_index import events as llama_index_events
 from daric_rag.integrations.llama_index.calls import Accumulator, call_options, chat_response

@@ -10,7 +10,8 @@ from llama_index.core.schema import NodeWithScore, TextNode
 from daric_rag import known_documents
 from daric_rag.config import DaricConfig
 from daric_rag.engine.input_processor import InputProcessor
-from daric_rag.engine.result import Completion, GenerationResult, RequestMetrics, StreamChunk
+from daric_rag.engine.metrics import RequestMetrics
+from daric_rag.engine.result import Completion, GenerationResult, StreamChunk
 from daric_rag.integrations.llama_index import DaricLLM, DaricPromptHelper, watch_retrieval
 from daric_rag.integrations.llama_index import calls as llama_index_calls
 from daric_rag.recognition import Recognizer, split_by_matches

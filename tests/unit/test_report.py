@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from daric_rag.engine.report import ReportBook, RequestReport
+from daric_rag.engine.metrics import RequestReport
+from daric_rag.engine.scheduling.report_book import ReportBook
 
 
 def test_a_report_from_before_a_preemption_does_not_count() -> None:

@@ -19,9 +19,10 @@ from daric_rag.config import DaricConfig
 from daric_rag.engine.fingerprint import adapter_fingerprint, root_fields
 from daric_rag.engine.keys import SegmentKey, root_key
 from daric_rag.engine.launch import CONFIG_KEY
+from daric_rag.engine.metrics import RequestReport
 from daric_rag.engine.opening import open_index
-from daric_rag.engine.report import ReportBook, RequestReport
 from daric_rag.engine.scheduling.plan import EXTRA_ARGS_KEY, ChunkLayout, StepPlan
+from daric_rag.engine.scheduling.report_book import ReportBook
 from daric_rag.engine.scheduling.scheduler_side import SchedulerSide
 from daric_rag.engine.storage.base import StoreEvent
 from daric_rag.engine.worker.worker_side import WorkerSide

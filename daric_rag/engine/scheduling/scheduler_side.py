@@ -7,18 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from daric_rag.engine.keys import SegmentKey
+from daric_rag.engine.metrics import RequestHits
 from daric_rag.engine.scheduling.index.base import IndexEntry, KVIndex, Tier
 from daric_rag.engine.scheduling.plan import ChunkLayout, RequestPlan, StepPlan
 from daric_rag.engine.storage.base import StoreEvent
-
-
-@dataclass
-class RequestHits:
-    """What the scheduler's side knows of a request, for its metrics."""
-
-    engine_hit_tokens: int = 0
-    contiguous_hit_tokens: int = 0
-    lookup_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Where KV bytes live: a host-memory arena, a disk tier below it, and the two stacked as `KVStore`."""
 
-from daric_rag.engine.storage.base import ReadHandle, RecordSpec, StoreEvent, StoreStats, WriteHandle
+from daric_rag.engine.metrics import StoreStats
+from daric_rag.engine.storage.base import ReadHandle, RecordSpec, StoreEvent, WriteHandle
 from daric_rag.engine.storage.directory import probe_record, record_path, scan_directory
 from daric_rag.engine.storage.store import KVStore
 

@@ -79,32 +79,6 @@ class StoreEvent:
     tier: Tier
 
 
-@dataclass(frozen=True)
-class StoreStats:
-    """Counters of one store since it was opened; sizes in bytes."""
-
-    host_bytes: int = 0
-    host_budget: int = 0
-    host_records: int = 0
-    disk_bytes: int = 0
-    disk_budget: int = 0
-    disk_records: int = 0
-    pins: int = 0
-    reservations: int = 0
-    host_hits: int = 0
-    disk_hits: int = 0
-    misses: int = 0
-    evictions: int = 0
-    disk_evictions: int = 0
-    demotions: int = 0
-    promotions: int = 0
-    disk_writes: int = 0
-    pending_writes: int = 0
-    damaged: int = 0
-    write_errors: int = 0
-    read_only: bool = False
-
-
 class WriteHandle:
     """Space for a record that is being saved: fill `data`, then `KVStore.commit` or `KVStore.abort`.
 

@@ -7,23 +7,13 @@ import fcntl
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
+from daric_rag.engine.metrics import COUNTED, Counters
 from daric_rag.engine.storage.directory import process_is_running, process_start_time, root_directory
 from daric_rag.engine.storage.manifest import LOCK, write_json
 
 COUNTERS = "counters.json"
-COUNTED = ("host_hits", "disk_hits", "misses", "evictions", "disk_evictions")
 _MAX_NBYTES = 1 << 20
-
-
-@dataclass
-class Counters:
-    """`counts`: sums over all engines since the directory was made. `host_bytes`: of the engines that run now."""
-
-    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTED, 0))
-    host_bytes: dict[str, int] = field(default_factory=dict)
-    """Process (`<pid>-<start time>`) -> bytes in its host tier when it last reported."""
 
 
 def read_counters(path: str, root: bytes) -> Counters:

@@ -7,15 +7,8 @@ import time
 from collections import Counter, deque
 
 from daric_rag.engine.keys import KEY_BYTES, SegmentKey
-from daric_rag.engine.storage.base import (
-    ReadHandle,
-    RecordSpec,
-    StoreEvent,
-    StoreStats,
-    Tier,
-    WriteHandle,
-    check_segment,
-)
+from daric_rag.engine.metrics import StoreStats
+from daric_rag.engine.storage.base import ReadHandle, RecordSpec, StoreEvent, Tier, WriteHandle, check_segment
 from daric_rag.engine.storage.disk import DiskRecord, DiskTier
 from daric_rag.engine.storage.events import EventLog
 from daric_rag.engine.storage.host import HostRecord, HostTier, State

@@ -12,8 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from daric_rag.engine.keys import SegmentKey
+from daric_rag.engine.metrics import COUNTED
 from daric_rag.engine.storage.base import Bytes
-from daric_rag.engine.storage.counters import COUNTED, report_counters
+from daric_rag.engine.storage.counters import report_counters
 from daric_rag.engine.storage.disk import TOUCH_INTERVAL_S, DiskRecord, DiskTier
 from daric_rag.engine.storage.events import EventLog
 from daric_rag.engine.storage.host import HostRecord, HostTier, State

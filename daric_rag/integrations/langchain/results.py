@@ -7,7 +7,8 @@ from typing import Any
 
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 
-from daric_rag.engine.result import Completion, GenerationResult, RequestMetrics, StreamChunk
+from daric_rag.engine.metrics import RequestMetrics
+from daric_rag.engine.result import Completion, GenerationResult, StreamChunk
 
 
 def usage(metrics: RequestMetrics, output_tokens: int, *, is_first: bool = True) -> UsageMetadata:

@@ -5,8 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
+from langchain_core.documents import Document
+from langchain_core.embeddings import Embeddings
+from langchain_core.retrievers import BaseRetriever
+from langchain_core.vectorstores import VectorStore
+from pydantic import ConfigDict, PrivateAttr
 
-from daric_rag.errors import MissingExtraError
 from daric_rag.retrieval.database import StoredDocument
 from daric_rag.retrieval.document_store import DocumentStore, RetrievedDocument, check_k
 from daric_rag.retrieval.embedder import Embedder
@@ -14,18 +19,6 @@ from daric_rag.retrieval.embedder import Embeddings as Vectors
 from daric_rag.retrieval.filters import Filter
 from daric_rag.retrieval.hooks import OnDocuments, both, notify
 from daric_rag.retrieval.retriever import DaricRetriever
-
-try:
-    from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
-    from langchain_core.documents import Document
-    from langchain_core.embeddings import Embeddings
-    from langchain_core.retrievers import BaseRetriever
-    from langchain_core.vectorstores import VectorStore
-    from pydantic import ConfigDict, PrivateAttr
-except ImportError as error:
-    raise MissingExtraError(
-        f'LangChain cannot be imported ({error}); install it with: pip install "daric-rag[langchain]"'
-    ) from error
 
 
 class LangChainEmbedder:

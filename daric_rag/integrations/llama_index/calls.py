@@ -15,7 +15,8 @@ from llama_index.core.base.llms.types import (
 )
 
 from daric_rag.config import PER_CALL_OPTIONS, reject_unknown
-from daric_rag.engine.result import GenerationResult, RequestMetrics, StreamChunk
+from daric_rag.engine.metrics import RequestMetrics
+from daric_rag.engine.result import GenerationResult, StreamChunk
 
 if TYPE_CHECKING:
     from vllm import SamplingParams

@@ -1,4 +1,4 @@
-"""LlamaIndex language model on `DaricEngine` (extra `llamaindex`): swap the LLM, change nothing else."""
+"""`DaricLLM`: the LlamaIndex language model."""
 
 from __future__ import annotations
 
@@ -8,18 +8,11 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from daric_rag.errors import MissingExtraError
-
-try:
-    from llama_index.core.base.llms.generic_utils import messages_to_prompt as plain_messages
-    from llama_index.core.base.llms.types import ChatMessage, ChatResponse, CompletionResponse, MessageRole
-    from llama_index.core.bridge.pydantic import Field, PrivateAttr, field_validator
-    from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
-    from llama_index.core.llms.llm import LLM, default_completion_to_prompt
-except ImportError as error:
-    raise MissingExtraError(
-        f'LlamaIndex cannot be imported ({error}); install it with: pip install "daric-rag[llamaindex]"'
-    ) from error
+from llama_index.core.base.llms.generic_utils import messages_to_prompt as plain_messages
+from llama_index.core.base.llms.types import ChatMessage, ChatResponse, CompletionResponse, MessageRole
+from llama_index.core.bridge.pydantic import Field, PrivateAttr, field_validator
+from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
+from llama_index.core.llms.llm import LLM, default_completion_to_prompt
 
 from daric_rag.config import PER_CALL_OPTIONS, DaricConfig, reject_unknown
 from daric_rag.integrations.common.shared_engine import get_engine
@@ -33,12 +26,10 @@ from daric_rag.integrations.llama_index.calls import (
     completion_response,
 )
 from daric_rag.integrations.llama_index.events import watch_retrieval
-from daric_rag.integrations.llama_index.prompt_helper import DaricLLMMetadata, DaricPromptHelper
+from daric_rag.integrations.llama_index.prompt_helper import DaricLLMMetadata
 from daric_rag.integrations.llama_index.prompts import as_document, chat_prompt
 from daric_rag.known_documents import attach_engine
 from daric_rag.prompt import ChatPrompt, ChunkedPrompt, has_delimiter
-
-__all__ = ["DaricLLM", "DaricPromptHelper", "watch_retrieval"]
 
 Response = TypeVar("Response", ChatResponse, CompletionResponse)
 

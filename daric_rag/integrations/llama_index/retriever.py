@@ -3,22 +3,15 @@
 from typing import Any
 
 import numpy as np
+from llama_index.core.base.base_retriever import BaseRetriever
+from llama_index.core.callbacks import CallbackManager
+from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 
-from daric_rag.errors import MissingExtraError
 from daric_rag.retrieval.document_store import DocumentStore, RetrievedDocument
 from daric_rag.retrieval.embedder import Embeddings
 from daric_rag.retrieval.filters import Filter
 from daric_rag.retrieval.hooks import OnDocuments
 from daric_rag.retrieval.retriever import DaricRetriever
-
-try:
-    from llama_index.core.base.base_retriever import BaseRetriever
-    from llama_index.core.callbacks import CallbackManager
-    from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
-except ImportError as error:
-    raise MissingExtraError(
-        f'LlamaIndex cannot be imported ({error}); install it with: pip install "daric-rag[llamaindex]"'
-    ) from error
 
 
 class DaricLlamaIndexRetriever(BaseRetriever):

@@ -9,7 +9,8 @@ from daric_rag.engine.keys import (
     root_key,
     segment_chain,
 )
-from daric_rag.engine.scheduling.index.base import UNKNOWN_ROOT, IndexEntry, IndexStats, KVIndex, Probe, Tier
+from daric_rag.engine.metrics import IndexStats
+from daric_rag.engine.scheduling.index.base import UNKNOWN_ROOT, IndexEntry, KVIndex, Probe, Tier
 from daric_rag.engine.scheduling.index.memory import MemoryIndex
 from daric_rag.engine.scheduling.index.opening import open_index, shared_disk_id
 

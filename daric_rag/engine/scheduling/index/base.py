@@ -1,11 +1,12 @@
 """The KV cache index: which segments are stored, and where."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from daric_rag.engine.keys import KEY_BYTES, SEGMENT_TOKENS, SegmentKey
+from daric_rag.engine.metrics import IndexStats
 
 UNKNOWN_ROOT: SegmentKey = bytes(KEY_BYTES)
 """Root of a segment that was found in a shared directory, where only its key is written."""
@@ -37,31 +38,6 @@ class IndexEntry:
             raise ValueError(f"num_tokens is {self.num_tokens}; allowed is 1 to {SEGMENT_TOKENS}")
         if not isinstance(self.tier, Tier):
             raise ValueError(f"tier is {self.tier!r}; allowed are {', '.join(Tier)}")
-
-
-@dataclass(frozen=True, slots=True)
-class IndexStats:
-    """What an index holds and what this index object has done since it was made."""
-
-    segments: int
-    """Segments with at least one copy, whatever the root."""
-    lookups: int
-    """Calls of `lookup`."""
-    looked_up_segments: int
-    hit_segments: int
-    inserted: int
-    """Copies announced by this engine."""
-    removed: int
-    repaired: int
-    """Segments whose payload turned out to be gone."""
-    available: bool = True
-    """False while the server behind the index cannot be reached and every look-up is a miss."""
-    failures: int = 0
-    """Calls to the server that failed."""
-    dropped: int = 0
-    """Keys of queued updates that were given up because the queue was full or the server refused them."""
-    tiers: Mapping[Tier, int] | None = None
-    """Segments with a copy in each tier, where that is known without asking a server for every entry."""
 
 
 Probe = Callable[[SegmentKey], int | None]

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from daric_rag.engine.keys import SegmentKey
-from daric_rag.engine.scheduling.index.base import UNKNOWN_ROOT, IndexEntry, IndexStats, KVIndex, Probe, Tier
+from daric_rag.engine.metrics import IndexStats
+from daric_rag.engine.scheduling.index.base import UNKNOWN_ROOT, IndexEntry, KVIndex, Probe, Tier
 
 _NO_TIER: frozenset[Tier] = frozenset()
 # One object per combination, shared by all nodes.

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 from daric_rag.engine.keys import SegmentKey
+from daric_rag.engine.metrics import IndexStats
 from daric_rag.engine.scheduling.index import redis_scripts
-from daric_rag.engine.scheduling.index.base import IndexEntry, IndexStats, KVIndex, Tier
+from daric_rag.engine.scheduling.index.base import IndexEntry, KVIndex, Tier
 from daric_rag.engine.scheduling.index.memory import MemoryIndex
 from daric_rag.engine.scheduling.index.redis_link import Argument, RedisDownError
 from daric_rag.engine.scheduling.index.redis_writer import KEYS_PER_CALL, RedisWriter, Update

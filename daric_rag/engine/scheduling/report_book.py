@@ -2,42 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
-from daric_rag.engine.token_ranges import TokenRange
-
-
-@dataclass
-class RequestReport:
-    """Counts over all steps of one request, in tokens and seconds.
-
-    The seconds are those of the steps that the request took part in, shared with whoever was in them.
-    `attempt`: how often it was preempted before.
-    """
-
-    attempt: int = 0
-    loaded_tokens: int = 0
-    generated_tokens: int = 0
-    live_tokens: int = 0
-    recomputed_tokens: int = 0
-    recomputed_ranges: list[TokenRange] = field(default_factory=list)
-    failed_segments: int = 0
-    load_s: float = 0.0
-    generate_s: float = 0.0
-    recompute_s: float = 0.0
-
-    def add(self, other: RequestReport) -> None:
-        """Add the counts of a further step."""
-        self.loaded_tokens += other.loaded_tokens
-        self.generated_tokens += other.generated_tokens
-        self.live_tokens += other.live_tokens
-        self.recomputed_tokens += other.recomputed_tokens
-        self.recomputed_ranges += other.recomputed_ranges
-        self.failed_segments += other.failed_segments
-        self.load_s += other.load_s
-        self.generate_s += other.generate_s
-        self.recompute_s += other.recompute_s
+from daric_rag.engine.metrics import RequestReport
 
 
 class ReportBook:
