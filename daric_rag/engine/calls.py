@@ -1,0 +1,264 @@
+"""What a call of `DaricEngine` does inside the engine's event loop: from a prompt to vLLM and back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from daric_rag.config import DaricConfig
+from daric_rag.engine.event_loop import gather
+from daric_rag.engine.input_processor import InputProcessor, ProcessedPrompt, Prompt
+from daric_rag.engine.metrics import RequestMetrics, Totals
+from daric_rag.engine.requests import build_request, is_one_prompt, warm_request
+from daric_rag.engine.result import Completion, GenerationResult, StreamChunk, WarmResult, build_metrics
+from daric_rag.errors import DaricError, EngineClosedError
+from daric_rag.progress import progress_bar
+from daric_rag.prompt import Content
+from daric_rag.recognition import Recognizer, split_by_matches
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.outputs import RequestOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+# Documents of `warm` that are in the engine at once: enough to fill its batches, few enough to stay responsive.
+_WARM_CONCURRENCY = 32
+_CANCEL_S = 5.0
+
+
+class Calls:
+    """The coroutines behind the engine's methods; all of them run in the event loop that `llm` was started in."""
+
+    def __init__(
+        self, llm: AsyncLLM, processor: InputProcessor, recognizer: Recognizer | None, config: DaricConfig
+    ) -> None:
+        self._llm: AsyncLLM | None = llm
+        self._processor = processor
+        self._recognizer = recognizer
+        self._config = config
+        self._totals = Totals()
+        self._counter = itertools.count()
+        self._prefix = f"daric-{os.getpid()}-{id(self):x}"
+        self._closed = False
+
+    async def generate(
+        self, prompts: Any, params: Any, lora_request: Any, options: dict[str, Any]
+    ) -> GenerationResult | list[GenerationResult]:
+        """Answer one prompt, or all of a list."""
+        started = time.perf_counter()
+        config = self._config.override(**options)
+        if is_one_prompt(prompts):
+            processed = self._process(prompts, config)
+            return await self._answer(processed, params, lora_request, config, started)
+        many = list(prompts)
+        each = list(params) if isinstance(params, list | tuple) else [params] * len(many)
+        if len(each) != len(many):
+            raise ValueError(f"params: {len(each)} given for {len(many)} prompts; give one, or one for each")
+        # All prompts are checked before any is scheduled.
+        processed_prompts = [self._process(prompt, config) for prompt in many]
+        answers = [
+            self._answer(processed, one, lora_request, config, started)
+            for processed, one in zip(processed_prompts, each, strict=True)
+        ]
+        return await gather(answers)
+
+    async def stream(
+        self, prompt: Prompt, params: Any, lora_request: Any, options: dict[str, Any]
+    ) -> AsyncIterator[StreamChunk]:
+        """Answer one prompt piece by piece."""
+        started = time.perf_counter()
+        config = self._config.override(**options)
+        processed = self._process(prompt, config)
+        ttft = None
+        count = 0
+        async for output in self._outputs(processed, params, lora_request, config, stream=True):
+            if ttft is None:
+                ttft = time.perf_counter() - started
+            for number, item in enumerate(output.outputs):
+                count += len(item.token_ids)
+                is_last = output.finished and number == len(output.outputs) - 1
+                yield StreamChunk(
+                    request_id=output.request_id,
+                    index=item.index,
+                    text=item.text,
+                    token_ids=tuple(item.token_ids),
+                    finish_reason=item.finish_reason,
+                    stop_reason=item.stop_reason,
+                    logprobs=item.logprobs,
+                    metrics=self._metrics(processed, output, ttft, count) if is_last else None,
+                )
+
+    async def warm(
+        self,
+        documents: Sequence[Content],
+        progress: bool | None,
+        namespace: str | None,
+        lora_request: Any,
+    ) -> WarmResult:
+        """Compute and store the KV of documents, a bounded number of them at once."""
+        if isinstance(documents, str | bytes):
+            raise ValueError("documents: a sequence of documents is expected, one text was given")
+        started = time.perf_counter()
+        config = self._config if namespace is None else self._config.override(namespace=namespace)
+        if self._recognizer is not None:
+            self._recognizer.register([document for document in documents if isinstance(document, str)])
+        chunks = [self._processor.warm_chunk(document) for document in documents]
+        # The same document twice is computed once.
+        unique = {tuple(chunk.token_ids): chunk for chunk in chunks if chunk.token_ids}
+        gate = asyncio.Semaphore(_WARM_CONCURRENCY)
+
+        with progress_bar(len(unique), "warming", "document", progress) as bar:
+
+            async def one(chunk: ProcessedPrompt) -> RequestMetrics:
+                async with gate:
+                    metrics = await self._warm_one(chunk, config, lora_request)
+                    bar.update()
+                    return metrics
+
+            done = await gather([one(chunk) for chunk in unique.values()])
+        return WarmResult(
+            documents=len(done),
+            tokens=sum(metrics.prompt_tokens for metrics in done),
+            generated_tokens=sum(metrics.generated_tokens for metrics in done),
+            cached_documents=sum(metrics.generated_tokens == 0 for metrics in done),
+            empty=sum(not chunk.token_ids for chunk in chunks),
+            seconds=time.perf_counter() - started,
+        )
+
+    async def stats(self) -> dict[str, Any]:
+        """Counters of this process and of the first worker's store."""
+        async with self._errors():
+            stores = await self._open.collective_rpc("daric_stats")
+        unfinished = self._open.get_num_unfinished_requests()
+        return {**self._totals.to_dict(), "unfinished_requests": unfinished, "store": stores[0]}
+
+    async def shut_down(self, timeout: float) -> None:
+        """End vLLM's processes within `timeout` seconds, time to write what the disk tier holds in memory, and
+        cancel every other call."""
+        self._closed = True
+        llm, self._llm = self._open, None
+        llm.shutdown(timeout=timeout)
+        current = asyncio.current_task()
+        others = [task for task in asyncio.all_tasks() if task is not current]
+        for task in others:
+            task.cancel()
+        await asyncio.wait(others, timeout=_CANCEL_S) if others else None
+
+    @property
+    def _open(self) -> AsyncLLM:
+        # vLLM's object is let go at the end: it would shut down again when the interpreter takes it away, with
+        # half of it gone already.
+        if self._llm is None:
+            raise EngineClosedError("the engine was closed; make a new DaricEngine")
+        return self._llm
+
+    # ---- one request ----
+
+    def _process(self, prompt: Prompt, config: DaricConfig) -> ProcessedPrompt:
+        split = self._split_known if self._recognizer is not None else None
+        return self._processor.process(prompt, config, split)
+
+    def _split_known(self, text: str) -> list[tuple[str, bool]]:
+        """Cut a text at the registered documents in it."""
+        assert self._recognizer is not None
+        return split_by_matches(text, self._recognizer.find(text))
+
+    async def _answer(
+        self,
+        processed: ProcessedPrompt,
+        params: Any,
+        lora_request: Any,
+        config: DaricConfig,
+        started: float,
+    ) -> GenerationResult:
+        ttft = None
+        # For n > 1 vLLM tells of one completion at a time.
+        completions: dict[int, Completion] = {}
+        final: RequestOutput | None = None
+        async for output in self._outputs(processed, params, lora_request, config, stream=False):
+            if ttft is None:
+                ttft = time.perf_counter() - started
+            completions.update((item.index, _completion(item)) for item in output.outputs)
+            final = output
+        if final is None:
+            raise DaricError("the engine returned no output for a request")
+        ordered = tuple(completions[index] for index in sorted(completions))
+        num_tokens = sum(len(item.token_ids) for item in ordered)
+        metrics = self._metrics(processed, final, ttft or 0.0, num_tokens)
+        return GenerationResult(final.request_id, ordered, metrics, processed.token_ids)
+
+    async def _warm_one(
+        self, chunk: ProcessedPrompt, config: DaricConfig, lora_request: Any
+    ) -> RequestMetrics:
+        request_id = self._new_id()
+        prompt, sampling = warm_request(chunk, config, request_id)
+        final = None
+        async for output in self._submit_to_vllm(prompt, sampling, request_id, lora_request):
+            final = output
+        if final is None:
+            raise DaricError("the engine returned no output for a document to warm")
+        return build_metrics(chunk, final.kv_transfer_params, 0, 0.0, 0)
+
+    async def _outputs(
+        self,
+        processed: ProcessedPrompt,
+        params: Any,
+        lora_request: Any,
+        config: DaricConfig,
+        *,
+        stream: bool,
+    ) -> AsyncIterator[RequestOutput]:
+        prompt, sampling = build_request(processed, params, config, stream=stream)
+        async for output in self._submit_to_vllm(prompt, sampling, self._new_id(), lora_request):
+            yield output
+
+    def _new_id(self) -> str:
+        return f"{self._prefix}-{next(self._counter)}"
+
+    async def _submit_to_vllm(
+        self, prompt: Any, sampling: SamplingParams, request_id: str, lora_request: Any = None
+    ) -> AsyncIterator[RequestOutput]:
+        outputs = self._open.generate(prompt, sampling, request_id, lora_request=lora_request)
+        async with contextlib.aclosing(outputs), self._errors():
+            async for output in outputs:
+                yield output
+
+    def _metrics(
+        self, processed: ProcessedPrompt, output: RequestOutput, ttft: float, completion_tokens: int
+    ) -> RequestMetrics:
+        cached = output.num_cached_tokens or 0
+        metrics = build_metrics(processed, output.kv_transfer_params, cached, ttft, completion_tokens)
+        self._totals.add(metrics)
+        return metrics
+
+    @contextlib.asynccontextmanager
+    async def _errors(self) -> AsyncIterator[None]:
+        """Turn the ways in which vLLM reports a dead engine into ours."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            yield
+        except EngineDeadError as error:
+            reason = "the engine was closed" if self._closed else "the engine's process died"
+            raise EngineClosedError(f"{reason}; make a new DaricEngine") from error
+        except asyncio.CancelledError:
+            if self._closed:
+                raise EngineClosedError("the engine was closed while a request was running") from None
+            raise
+
+
+def _completion(item: Any) -> Completion:
+    return Completion(
+        index=item.index,
+        text=item.text,
+        token_ids=tuple(item.token_ids),
+        finish_reason=item.finish_reason,
+        stop_reason=item.stop_reason,
+        logprobs=item.logprobs,
+        cumulative_logprob=item.cumulative_logprob,
+    )
