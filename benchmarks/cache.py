@@ -18,8 +18,8 @@ import numpy as np
 from benchmarks.datasets import Question
 from benchmarks.reuse import kl_divergence, one_token
 from daric_rag import DaricConfig, DaricEngine
-from daric_rag.engine.keys import root_key, segment_chain
-from daric_rag.engine.scheduling.index.base import IndexEntry, KVIndex, Tier
+from daric_rag.engine.keys import Tier, root_key, segment_chain
+from daric_rag.engine.scheduling.index.base import KVIndex
 from daric_rag.engine.scheduling.index.memory import MemoryIndex
 
 _CHUNKS, _CHUNK_TOKENS = 12, 512
@@ -34,16 +34,18 @@ def run_lookup(redis_url: str | None, rounds: int = 300) -> dict[str, Any]:
 
     `hash` is the time to name the segments of the 6,144 tokens, which every look-up needs first.
     """
-    chains, entries = _stored_prompt()
-    result: dict[str, Any] = {"hash_s": _median(lambda: _stored_prompt(only_hash=True), rounds // 3)}
+    chains = _stored_prompt()
+    result: dict[str, Any] = {"hash_s": _median(_stored_prompt, rounds // 3)}
     for name, open_index in _indexes(redis_url):
         index = open_index()
-        index.insert(entries)
-        stored = len(entries)
+        stored = 0
+        for keys in chains:
+            index.insert(keys, Tier.HOST)
+            stored += len(keys)
         for size in _SIZES:
             missing = max(0, size - stored)
             for batch in _filler(missing):
-                index.insert(batch)
+                index.insert(batch, Tier.HOST)
             stored += missing
             index.flush()
             result[f"{name}_{size}_s"] = _median(lambda index=index: index.lookup(chains), rounds)
@@ -59,27 +61,19 @@ def _indexes(redis_url: str | None) -> Iterator[tuple[str, Callable[[], KVIndex]
         yield "redis", lambda: RedisIndex(redis_url)
 
 
-def _stored_prompt(only_hash: bool = False) -> tuple[list[list[bytes]], list[IndexEntry]]:
+def _stored_prompt() -> list[list[bytes]]:
     root = root_key({"benchmark": True})
-    chains, entries = [], []
-    for number in range(_CHUNKS):
-        segments = segment_chain(root, _TOKENS[number])
-        chains.append([segment.key for segment in segments])
-        if not only_hash:
-            entries += [IndexEntry(s.key, s.parent, s.num_tokens, Tier.HOST, root) for s in segments]
-    return chains, entries
+    return [[segment.key for segment in segment_chain(root, tokens)] for tokens in _TOKENS]
 
 
 _TOKENS = [list(range(number, number + _CHUNK_TOKENS)) for number in range(_CHUNKS)]
 
 
-def _filler(count: int) -> Iterator[list[IndexEntry]]:
-    root = root_key({"benchmark": "filler"})
+def _filler(count: int) -> Iterator[list[bytes]]:
     draw = np.random.default_rng(count)
     while count > 0:
         batch = min(count, 2000)
-        keys = [draw.bytes(32) for _ in range(batch)]
-        yield [IndexEntry(key, root, 256, Tier.HOST, root) for key in keys]
+        yield [draw.bytes(32) for _ in range(batch)]
         count -= batch
 
 

@@ -214,13 +214,13 @@ def _on_each(options: argparse.Namespace, work: Callable[[str | None], RemovalRe
 @contextlib.contextmanager
 def _shared_index(options: argparse.Namespace) -> Iterator[KVIndex | None]:
     """The Redis index; None for `memory`, which every engine makes anew from the folder."""
-    from daric_rag.engine.scheduling.index.opening import open_index, shared_disk_id
+    from daric_rag.engine.scheduling.index.opening import new_index, shared_disk_id
 
     if options.index == "memory":
         yield None
         return
     disk_id = shared_disk_id(options.disk) if os.path.isdir(options.disk) else None
-    index = open_index(options.index, shared_disk_id=disk_id)
+    index = new_index(options.index, disk_id=disk_id)
     try:
         yield index
     finally:
@@ -228,7 +228,7 @@ def _shared_index(options: argparse.Namespace) -> Iterator[KVIndex | None]:
 
 
 def _forget(index: KVIndex | None, report: RemovalReport) -> None:
-    from daric_rag.engine.scheduling.index.base import Tier
+    from daric_rag.engine.keys import Tier
 
     if index is not None and report.removed_keys:
         index.remove(list(report.removed_keys), Tier.DISK)

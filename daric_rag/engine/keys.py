@@ -6,6 +6,7 @@ import os
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,13 @@ _CONFIG_NAMES = ("config.json", "adapter_config.json")
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _WINDOW_BYTES = 4096
 _WINDOWS_PER_FILE = 256
+
+
+class Tier(StrEnum):
+    """Where the KV bytes of a segment lie; a segment may have a copy in both."""
+
+    HOST = "host"
+    DISK = "disk"
 
 
 @dataclass(frozen=True, slots=True)

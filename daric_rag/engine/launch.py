@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from daric_rag.config import DaricConfig
 from daric_rag.engine.model_support import check_supported, check_vllm_version, warn_bfloat16_amx
-from daric_rag.engine.opening import check_cache_locations
+from daric_rag.engine.scheduling.index.opening import check_index
+from daric_rag.engine.storage.opening import check_directory
 from daric_rag.models import resolve_model
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ def launch(model: str, config: DaricConfig, engine_args: dict[str, Any]) -> Asyn
     """
     check_vllm_version()
     # Found out here, a bad location is one sentence; in the engine's process it would be a stack trace.
-    check_cache_locations(config)
+    check_directory(config)
+    check_index(config)
     set_default_environment()
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext

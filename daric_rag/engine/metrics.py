@@ -8,14 +8,10 @@ a cache directory keeps over all engines.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from daric_rag.engine.token_ranges import TokenRange
-
-if TYPE_CHECKING:
-    from daric_rag.engine.scheduling.index.base import Tier
 
 COUNTED = ("host_hits", "disk_hits", "misses", "evictions", "disk_evictions")
 """The counts of `StoreStats` that a cache directory adds up over all engines."""
@@ -170,27 +166,16 @@ class StoreStats:
 
 @dataclass(frozen=True, slots=True)
 class IndexStats:
-    """What an index holds and what this index object has done since it was made."""
+    """What an index holds, and how it fares with the server behind it, if there is one."""
 
     segments: int
     """Segments with at least one copy, whatever the root."""
-    lookups: int
-    """Calls of `lookup`."""
-    looked_up_segments: int
-    hit_segments: int
-    inserted: int
-    """Copies announced by this engine."""
-    removed: int
-    repaired: int
-    """Segments whose payload turned out to be gone."""
     available: bool = True
-    """False while the server behind the index cannot be reached and every look-up is a miss."""
+    """False while the server cannot be reached and every look-up is a miss."""
     failures: int = 0
     """Calls to the server that failed."""
     dropped: int = 0
     """Keys of queued updates that were given up because the queue was full or the server refused them."""
-    tiers: Mapping[Tier, int] | None = None
-    """Segments with a copy in each tier, where that is known without asking a server for every entry."""
 
 
 @dataclass

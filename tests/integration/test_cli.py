@@ -15,10 +15,9 @@ import psutil
 import pytest
 
 from daric_rag import DaricEngine, cli
-from daric_rag.engine.scheduling.index.base import IndexEntry, Tier
-from daric_rag.engine.scheduling.index.opening import open_index, shared_disk_id
+from daric_rag.engine.keys import Tier
+from daric_rag.engine.scheduling.index.opening import new_index, shared_disk_id
 from tests.redis_server import RedisServer
-from tests.storage_support import ROOT as KEY_ROOT
 from tests.storage_support import key_of, open_store, record_files, save
 
 pytestmark = pytest.mark.integration
@@ -203,13 +202,13 @@ def test_cache_verify_repairs_the_shared_index(tmp_path, capsys):
     file = next(file for file in record_files(path) if file.stem == keys[1].hex())
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     with RedisServer() as server:
-        index = open_index(server.url, shared_disk_id=shared_disk_id(path))
-        index.insert([IndexEntry(key, KEY_ROOT, 16, Tier.DISK, KEY_ROOT) for key in keys])
+        index = new_index(server.url, disk_id=shared_disk_id(path))
+        index.insert(keys, Tier.DISK)
         index.flush()
         assert cli.main(["cache", "verify", "--disk", str(path), "--index", server.url, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["removed_keys"] == [keys[1].hex()]
         # Another engine on this folder.
-        other = open_index(server.url, shared_disk_id=shared_disk_id(path))
+        other = new_index(server.url, disk_id=shared_disk_id(path))
         assert other.lookup([[key] for key in keys]) == [1, 0, 1]
         assert cli.main(["cache", "stats", "--disk", str(path), "--index", server.url, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["shared_index"] == {"segments": 2}

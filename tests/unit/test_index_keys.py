@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daric_rag.engine.scheduling.index import (
+from daric_rag.engine.keys import (
     KEY_BYTES,
     SEGMENT_TOKENS,
     model_fingerprint,

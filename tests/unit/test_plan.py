@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daric_rag.engine.keys import root_key
-from daric_rag.engine.scheduling.index.base import IndexEntry, Tier
+from daric_rag.engine.keys import Tier, root_key
 from daric_rag.engine.scheduling.index.memory import MemoryIndex
 from daric_rag.engine.scheduling.plan import ChunkLayout, RequestPlan, StepPlan, clip
 from daric_rag.engine.scheduling.scheduler_side import SchedulerSide
@@ -147,22 +146,23 @@ def test_scheduler_side_reports_what_the_index_holds() -> None:
     plan = RequestPlan.make("x", layout, range(layout.bounds[-1][1]), ROOT)
     segments = [segment for chunk in plan.chunks for segment in chunk.segments]
     events = [
-        StoreEvent("added", segment.key, segment.parent, segment.num_tokens, "host") for segment in segments
+        StoreEvent("added", segment.key, segment.parent, segment.num_tokens, Tier.HOST)
+        for segment in segments
     ]
-    side.apply([], events[:2], ROOT)
+    side.apply([], events[:2])
     assert look_up(side, "b", layout) == 2 * BLOCK  # the second chunk lacks its second segment
-    side.apply([], events[2:], ROOT)
+    side.apply([], events[2:])
     assert look_up(side, "c", layout) == 12 * BLOCK
     assert look_up(side, "c", layout, prefix=5 * BLOCK) == 7 * BLOCK
     removed = segments[-1]
-    side.apply([], [StoreEvent("removed", removed.key, removed.parent, removed.num_tokens, "host")], ROOT)
+    side.apply([], [StoreEvent("removed", removed.key, removed.parent, removed.num_tokens, Tier.HOST)])
     assert look_up(side, "d", layout) == 2 * BLOCK
     # What the store lacked is forgotten, unless it was stored since.
-    side.apply([segments[0].key, segments[1].key], events[:1], ROOT)
+    side.apply([segments[0].key, segments[1].key], events[:1])
     assert look_up(side, "d", layout) == 2 * BLOCK
-    side.apply([segments[0].key], [], ROOT)
+    side.apply([segments[0].key], [])
     assert look_up(side, "d", layout) == 0
-    side.apply([], events[:1], ROOT)
+    side.apply([], events[:1])
     assert side.index.lookup([[segments[0].key]]) == [1]
     for name in "abcd":
         side.finished(name)
@@ -185,8 +185,3 @@ def test_unfilled_blocks_of_another_request_are_not_trusted() -> None:
     look_up(side, "third", layout, prefix=6 * BLOCK)
     third = side.step("third", [*blocks, 300, 301, 302, 303, 304], layout.bounds[-1][1], starts=True)
     assert third.chunks[0].write_from == 6 * BLOCK
-
-
-def test_index_entry_of_scheduler_events_is_checked() -> None:
-    with pytest.raises(ValueError, match="key"):
-        IndexEntry(b"short", ROOT, 5, Tier.HOST, ROOT)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from daric_rag.engine.storage import record_path, scan_directory
+from daric_rag.engine.storage import record_path, stored_keys
 from daric_rag.engine.storage.archive import export_records, import_records
 from daric_rag.engine.storage.counters import report_counters
 from daric_rag.engine.storage.maintenance import clear, list_models, verify
@@ -42,7 +42,7 @@ def cache(tmp_path: Path) -> Path:
 
 
 def keys_in(path: Path, root: bytes = ROOT) -> set[bytes]:
-    return {key for key, _, _ in scan_directory(str(path), root, 0)}
+    return stored_keys(str(path), root, 1)
 
 
 def test_models_are_listed_for_people(cache: Path) -> None:

@@ -52,7 +52,7 @@ class HostMachine(RuleBasedStateMachine):
         if leaves_host:
             children = [key for key, parent in PARENTS.items() if parent == event.key]
             assert all(self.mirror.get(child) != "host" for child in children), "parent evicted before child"
-        self.scheduler.apply([], [event], ROOT)
+        self.scheduler.apply([], [event])
         if event.kind == "removed":
             self.mirror.pop(event.key, None)
         else:

@@ -20,7 +20,7 @@ from daric_rag.engine.fingerprint import adapter_fingerprint, root_fields
 from daric_rag.engine.keys import SegmentKey, root_key
 from daric_rag.engine.launch import CONFIG_KEY
 from daric_rag.engine.metrics import RequestReport
-from daric_rag.engine.opening import open_index
+from daric_rag.engine.scheduling.index.opening import open_index
 from daric_rag.engine.scheduling.plan import EXTRA_ARGS_KEY, ChunkLayout, StepPlan
 from daric_rag.engine.scheduling.report_book import ReportBook
 from daric_rag.engine.scheduling.scheduler_side import SchedulerSide
@@ -80,7 +80,8 @@ class DaricConnector(KVConnectorBase_V1):
         self.scheduler_side: SchedulerSide | None = None
         self.worker_side: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
-            index = open_index(self._config, self._root("", ""))
+            num_ranks = vllm_config.parallel_config.tensor_parallel_size
+            index = open_index(self._config, self._root("", ""), num_ranks)
             self.scheduler_side = SchedulerSide(index, self._block_size)
         else:
             self.worker_side = WorkerSide(vllm_config, self._config, self._root("", ""))
@@ -153,7 +154,7 @@ class DaricConnector(KVConnectorBase_V1):
         """Bring the index up to date."""
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, DaricWorkerMetadata):
-            self._scheduler.apply(meta.missing, meta.events, self._root("", ""))
+            self._scheduler.apply(meta.missing, meta.events)
             for request_id, report in meta.reports.items():
                 if self._scheduler.is_tracked(request_id) or self._reports.is_closing(request_id):
                     self._reports.add(request_id, report)

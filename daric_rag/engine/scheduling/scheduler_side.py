@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from daric_rag.engine.keys import SegmentKey
+from daric_rag.engine.keys import SegmentKey, Tier
 from daric_rag.engine.metrics import RequestHits
-from daric_rag.engine.scheduling.index.base import IndexEntry, KVIndex, Tier
+from daric_rag.engine.scheduling.index.base import KVIndex
 from daric_rag.engine.scheduling.plan import ChunkLayout, RequestPlan, StepPlan
 from daric_rag.engine.storage.base import StoreEvent
 
@@ -87,7 +87,6 @@ class SchedulerSide:
             prefix = self._trusted_prefix(tracked.prefix_tokens, block_ids)
             plan.begin(prefix)
             tracked.hits.engine_hit_tokens = min(prefix, plan.layout.bounds[-1][1])
-            self.index.touch([key for chain in plan.chains() for key in chain])
         step = plan.advance(num_covered, block_ids)
         if step.is_final:
             tracked.plan = None
@@ -117,18 +116,16 @@ class SchedulerSide:
         """Requests in flight; 0 when idle."""
         return len(self._tracked)
 
-    def apply(self, missing: Sequence[SegmentKey], events: Iterable[StoreEvent], root: bytes) -> None:
+    def apply(self, missing: Sequence[SegmentKey], events: Iterable[StoreEvent]) -> None:
         """Bring the index up to date with what the worker's store lacked and, after that, with what it did."""
-        if missing:
-            self.index.repair_missing(missing)
+        self.index.remove(missing)
         for event in events:
-            tier = Tier(event.tier)
-            if event.kind == "added":
-                self.index.insert([IndexEntry(event.key, event.parent, event.num_tokens, tier, root)])
-            elif event.kind == "tier_changed":
-                self.index.set_tier([event.key], tier)
-            else:
-                self.index.remove([event.key], tier)
+            if event.kind == "removed":
+                self.index.remove([event.key], event.tier)
+                continue
+            self.index.insert([event.key], event.tier)
+            if event.kind == "tier_changed" and event.tier is Tier.DISK:
+                self.index.remove([event.key], Tier.HOST)
 
     def _drop_unfinished(self, request_id: str) -> Sequence[int]:
         unfinished = self._unfinished.pop(request_id, None)

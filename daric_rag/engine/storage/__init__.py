@@ -2,7 +2,7 @@
 
 from daric_rag.engine.metrics import StoreStats
 from daric_rag.engine.storage.base import ReadHandle, RecordSpec, StoreEvent, WriteHandle
-from daric_rag.engine.storage.directory import probe_record, record_path, scan_directory
+from daric_rag.engine.storage.directory import probe_record, record_path, stored_keys
 from daric_rag.engine.storage.store import KVStore
 
 __all__ = [
@@ -14,5 +14,5 @@ __all__ = [
     "WriteHandle",
     "probe_record",
     "record_path",
-    "scan_directory",
+    "stored_keys",
 ]

@@ -9,12 +9,11 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from daric_rag.engine.keys import KEY_BYTES, SEGMENT_TOKENS, SegmentKey
+from daric_rag.engine.keys import KEY_BYTES, SEGMENT_TOKENS, SegmentKey, Tier
 
 ITEM_NBYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 Bytes = npt.NDArray[np.uint8]
-Tier = Literal["host", "disk"]
 
 
 @dataclass(frozen=True)

@@ -101,12 +101,15 @@ def list_records(path: str, root: bytes, rank: int) -> Iterator[FoundFile]:
                     yield FoundFile(key, entry.path, status.st_size, status.st_mtime)
 
 
-def scan_directory(path: str, root: bytes, rank: int) -> Iterator[tuple[SegmentKey, SegmentKey, int]]:
-    """`(key, parent, num_tokens)` of every record with a sound header; reads only headers."""
-    for found in list_records(path, root, rank):
-        header = load_header(found.path, root, found.key)
-        if header is not None:
-            yield header.key, header.parent, header.num_tokens
+def stored_keys(path: str, root: bytes, num_ranks: int) -> set[SegmentKey]:
+    """The keys of which every rank has a file, going by names: what a file is worth shows when it is read."""
+    ranks = ({found.key for found in list_records(path, root, rank)} for rank in range(num_ranks))
+    return set.intersection(*ranks)
+
+
+def is_stored(path: str, root: bytes, num_ranks: int, key: SegmentKey) -> bool:
+    """Whether every rank has a sound header of `key`; reads at most a few pages of each."""
+    return all(probe_record(path, root, rank, key) is not None for rank in range(num_ranks))
 
 
 def write_record(path: str, rank: int, header: RecordHeader, payload: Bytes) -> None:

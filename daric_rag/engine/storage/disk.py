@@ -16,7 +16,6 @@ from daric_rag.engine.storage.directory import (
     prepare_directory,
     record_path,
     remove_orphans,
-    scan_directory,
     write_record,
 )
 from daric_rag.engine.storage.policy import EvictionPolicy
@@ -193,10 +192,6 @@ class DiskTier:
         if self.delete(self.file_of(key)):
             with self._counting:
                 self.damaged += 1
-
-    def scan(self) -> Iterator[tuple[SegmentKey, SegmentKey, int]]:
-        """`(key, parent, num_tokens)` of every record in the directory, by reading headers only."""
-        return scan_directory(self.path, self.root, self.rank)
 
     def examine(self) -> Iterator[tuple[SegmentKey, float, RecordHeader | None]]:
         """`(key, last_access, header)` of every file, least recently used first.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
-from daric_rag.engine.keys import SegmentKey
-from daric_rag.engine.storage.base import StoreEvent, Tier
+from daric_rag.engine.keys import SegmentKey, Tier
+from daric_rag.engine.storage.base import StoreEvent
 
 
 class Named(Protocol):

@@ -6,9 +6,9 @@ import threading
 import time
 from collections import Counter, deque
 
-from daric_rag.engine.keys import KEY_BYTES, SegmentKey
+from daric_rag.engine.keys import KEY_BYTES, SegmentKey, Tier
 from daric_rag.engine.metrics import StoreStats
-from daric_rag.engine.storage.base import ReadHandle, RecordSpec, StoreEvent, Tier, WriteHandle, check_segment
+from daric_rag.engine.storage.base import ReadHandle, RecordSpec, StoreEvent, WriteHandle, check_segment
 from daric_rag.engine.storage.disk import DiskRecord, DiskTier
 from daric_rag.engine.storage.events import EventLog
 from daric_rag.engine.storage.host import HostRecord, HostTier, State
@@ -117,7 +117,7 @@ class KVStore:
         with self._lock:
             self._enter()
             if found is not None and (record := self._disk.adopt(found)) is not None:
-                self._events.add("added", record, "disk")
+                self._events.add("added", record, Tier.DISK)
             return self._count_hit(self._acquire(key))
 
     def release(self, handle: ReadHandle) -> None:
@@ -133,12 +133,12 @@ class KVStore:
             self._enter()
             record = self._host.get(key)
             if record is not None and record.state is State.READY:
-                return "host"
+                return Tier.HOST
             if self._disk is None:
                 return None
             if self._disk.get(key) is not None or self._writer.demoted(key) is not None:
-                return "disk"
-        return "disk" if self._disk.find(key) is not None else None
+                return Tier.DISK
+        return Tier.DISK if self._disk.find(key) is not None else None
 
     def drain_events(self) -> list[StoreEvent]:
         """What happened since the last call, in order."""
@@ -221,29 +221,29 @@ class KVStore:
     def _publish(self, record: HostRecord) -> None:
         on_disk = self._disk is not None and self._disk.get(record.key) is not None
         self._host.publish(record)
-        self._events.add("tier_changed" if on_disk else "added", record, "host")
+        self._events.add("tier_changed" if on_disk else "added", record, Tier.HOST)
 
     def _acquire(self, key: SegmentKey) -> ReadHandle | None:
         record = self._host.get(key)
         if record is not None and record.state is State.READY:
-            return self._read(record, "host")
+            return self._read(record, Tier.HOST)
         if record is not None and record.state is State.LOADING:
-            return self._read(record, "disk")
+            return self._read(record, Tier.DISK)
         if self._disk is None:
             return None
         job = self._writer.demoted(key)
         if job is not None:
             return self._read(
-                self._host.detached(key, job.parent, job.num_tokens, job.namespace, job.data), "host"
+                self._host.detached(key, job.parent, job.num_tokens, job.namespace, job.data), Tier.HOST
             )
         on_disk = self._disk.get(key)
-        return None if on_disk is None else self._read(self._load(on_disk), "disk")
+        return None if on_disk is None else self._read(self._load(on_disk), Tier.DISK)
 
     def _read(self, record: HostRecord, tier: Tier) -> ReadHandle:
         self._host.pin(record)
         self._host.touch(record)
         self._pins += 1
-        arrival = record.load if tier == "disk" else None
+        arrival = record.load if tier is Tier.DISK else None
         return ReadHandle(
             record.key, record.num_tokens, tier, record.data, record, arrival, self._dropped_reads.append
         )
@@ -298,9 +298,9 @@ class KVStore:
         self._counts["evictions"] += 1
         if self._disk is not None and self._writer.demote(record):
             self._counts["demotions"] += 1
-            self._events.add("tier_changed", record, "disk")
+            self._events.add("tier_changed", record, Tier.DISK)
         else:
-            self._events.add("removed", record, "host")
+            self._events.add("removed", record, Tier.HOST)
 
     def _left_disk(self, record: DiskRecord) -> None:
         self._writer.forgotten(record)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from daric_rag.engine.keys import SegmentKey
+from daric_rag.engine.keys import SegmentKey, Tier
 from daric_rag.engine.metrics import COUNTED
 from daric_rag.engine.storage.base import Bytes
 from daric_rag.engine.storage.counters import report_counters
@@ -300,7 +300,7 @@ class WriteBehind:
     def _removed(self, record: WriteJob | DiskRecord) -> None:
         held = self._host.get(record.key)
         if held is None or held.state is not State.READY:
-            self._events.add("removed", record, "disk")
+            self._events.add("removed", record, Tier.DISK)
 
     def forgotten(self, record: DiskRecord) -> None:
         """The disk tier gave up a record."""
@@ -346,4 +346,4 @@ class WriteBehind:
                 elif header is not None:
                     record = self._disk.adopt(header, last_access)
                     if record is not None and self._host.get(key) is None:
-                        self._events.add("added", record, "disk")
+                        self._events.add("added", record, Tier.DISK)

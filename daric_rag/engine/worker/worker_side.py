@@ -18,9 +18,9 @@ from daric_rag.config import DaricConfig
 from daric_rag.engine.fingerprint import storage_dtype
 from daric_rag.engine.keys import SegmentKey
 from daric_rag.engine.metrics import RequestReport
-from daric_rag.engine.opening import open_store
 from daric_rag.engine.scheduling.plan import ChunkWork, StepPlan, clip
 from daric_rag.engine.storage.base import ReadHandle, RecordSpec, StoreEvent, WriteHandle
+from daric_rag.engine.storage.opening import open_store
 from daric_rag.engine.token_ranges import TokenRange, subtract, total, union
 from daric_rag.engine.worker.kv_layout import KVLayout, gpu_layout, learn_cpu_layout
 from daric_rag.engine.worker.passes import Generation, Recomputation

@@ -1,18 +1,42 @@
-"""From the configuration's `index` option to an index."""
+"""From the configuration to an index that knows what the disk tier holds."""
 
 import hashlib
 import os
 import uuid
+from functools import partial
 from pathlib import Path
 
+from daric_rag.config import DaricConfig
+from daric_rag.engine.keys import SegmentKey, Tier
 from daric_rag.engine.scheduling.index.base import KVIndex, Probe
 from daric_rag.engine.scheduling.index.memory import MemoryIndex
+from daric_rag.engine.storage.directory import is_stored, stored_keys
 
 
-def open_index(index: str, *, probe: Probe | None = None, shared_disk_id: str | None = None) -> KVIndex:
-    """Return the index that the option `index` names: "memory", or a `redis://` or `rediss://` URL.
+def open_index(config: DaricConfig, root: SegmentKey, num_ranks: int = 1) -> KVIndex:
+    """The scheduler's index, filled with the records of `root` that all `num_ranks` tensor-parallel ranks have.
 
-    `probe` is for the memory index (see `MemoryIndex`), `shared_disk_id` for Redis (see `RedisIndex`).
+    Raises `CacheUnavailableError` if Redis cannot be used, `MissingExtraError` if its client is not installed.
+    """
+    path = config.disk_path
+    if path is None:
+        return new_index(config.index)
+    # Another engine on the same directory may add records while this one runs.
+    probe = partial(is_stored, path, root, num_ranks)
+    index = new_index(config.index, probe=probe, disk_id=shared_disk_id(path))
+    index.insert(list(stored_keys(path, root, num_ranks)), Tier.DISK)
+    return index
+
+
+def check_index(config: DaricConfig) -> None:
+    """Raise what `open_index` would if its server cannot be used."""
+    new_index(config.index).close()
+
+
+def new_index(index: str, *, probe: Probe | None = None, disk_id: str | None = None) -> KVIndex:
+    """An index as the option `index` names it: "memory", or a `redis://` or `rediss://` URL.
+
+    `probe` is for the memory index (see `MemoryIndex`), `disk_id` for Redis (see `RedisIndex`).
 
     Raises:
         ValueError: `index` is neither.
@@ -24,7 +48,7 @@ def open_index(index: str, *, probe: Probe | None = None, shared_disk_id: str | 
     if index.startswith(("redis://", "rediss://")):
         from daric_rag.engine.scheduling.index.redis import RedisIndex
 
-        return RedisIndex(index, shared_disk_id=shared_disk_id)
+        return RedisIndex(index, shared_disk_id=disk_id)
     raise ValueError(
         f"index={index.partition(':')[0]!r}…: allowed are 'memory', 'redis://…' and 'rediss://…'"
     )

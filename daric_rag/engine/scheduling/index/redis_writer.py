@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from daric_rag.engine.keys import SegmentKey
 from daric_rag.engine.scheduling.index import redis_scripts
-from daric_rag.engine.scheduling.index.base import IndexEntry
 from daric_rag.engine.scheduling.index.redis_link import Argument, Call, RedisDownError, RedisLink
 
 MAX_QUEUED_KEYS = 65_536
@@ -27,8 +26,12 @@ class Update:
     script: str
     arguments: tuple[Argument, ...]
     changes: dict[SegmentKey, tuple[int, int]]
-    num_keys: int
     sequence: int = field(default=0)
+
+    @property
+    def num_keys(self) -> int:
+        """Keys that it changes."""
+        return len(self.changes)
 
 
 class PendingChanges:
@@ -56,16 +59,9 @@ class PendingChanges:
 class RedisWriter:
     """A bounded queue of updates and the thread that empties it, keeps the owner alive and reconnects."""
 
-    def __init__(
-        self,
-        url: str,
-        owner: str,
-        own_entries: Callable[[], Iterator[IndexEntry]],
-        to_update: Callable[[Sequence[IndexEntry]], Update],
-    ) -> None:
+    def __init__(self, url: str, owner: str, announcements: Callable[[], Iterator[Update]]) -> None:
         self._owner = owner
-        self._own_entries = own_entries
-        self._to_update = to_update
+        self._announcements = announcements
         self._changed = threading.Condition()
         self._queue: deque[Update] = deque()
         self._queued_keys = 0
@@ -180,15 +176,9 @@ class RedisWriter:
         # In this order, so that `flush` never sees both unset before the work is done.
         self._announcing = True
         self._resync = False
-        batch: list[IndexEntry] = []
         try:
-            for entry in self._own_entries():
-                batch.append(entry)
-                if len(batch) == KEYS_PER_CALL:
-                    self._send([self._to_update(batch)])
-                    batch = []
-            if batch:
-                self._send([self._to_update(batch)])
+            for update in self._announcements():
+                self._send([update])
         except RedisDownError:
             self._resync = True
             raise
