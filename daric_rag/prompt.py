@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import index
+from typing import Any
 
 from daric_rag.config import DEFAULT_DELIMITER, check_delimiter
 
 Content = str | Sequence[int]
-"""Text, or the token ids of a piece."""
+"""Text, or the token ids of a piece: any sequence or array of integers, kept as a tuple."""
 
 
 @dataclass(frozen=True)
@@ -18,12 +20,18 @@ class Live:
 
     content: Content
 
+    def __post_init__(self) -> None:
+        _keep(self, content=checked_content("Live.content", self.content))
+
 
 @dataclass(frozen=True)
 class Document:
     """A piece of a chat message that is a chunk of its own: cached and reused at any position."""
 
     content: Content
+
+    def __post_init__(self) -> None:
+        _keep(self, content=checked_content("Document.content", self.content))
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,16 @@ class ChatMessage:
     content: str | Sequence[str | Document | Live]
     extra: Mapping[str, object] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        _check("ChatMessage.role", self.role, "a text", str)
+        _check("ChatMessage.extra", self.extra, "a mapping", Mapping)
+        if isinstance(self.content, str):
+            return
+        for number, piece in enumerate(
+            items_of("ChatMessage.content", self.content, "text or a list of pieces")
+        ):
+            _check(f"ChatMessage.content[{number}]", piece, "a text, Document or Live", str, Document, Live)
+
 
 @dataclass(frozen=True)
 class ChatPrompt:
@@ -45,6 +63,15 @@ class ChatPrompt:
 
     messages: Sequence[ChatMessage]
     tools: Sequence[Mapping[str, object]] | None = None
+
+    def __post_init__(self) -> None:
+        messages = items_of("ChatPrompt.messages", self.messages, "a sequence of ChatMessage")
+        if not messages:
+            raise ValueError("ChatPrompt.messages: a conversation has at least one message, none was given")
+        for number, message in enumerate(messages):
+            _check(f"ChatPrompt.messages[{number}]", message, "a ChatMessage", ChatMessage)
+        if self.tools is not None:
+            items_of("ChatPrompt.tools", self.tools, "a sequence of tools")
 
 
 @dataclass(frozen=True)
@@ -64,13 +91,16 @@ class ChunkedPrompt:
     formatted: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("system", "query"):
-            check_content(name, getattr(self, name))
-        if isinstance(self.documents, str | bytes):
-            raise ValueError("documents: a sequence of texts is expected, one text was given")
-        for number, document in enumerate(self.documents):
-            content = document.content if isinstance(document, Live) else document
-            check_content(f"documents[{number}]", content)
+        documents = items_of("documents", self.documents, "a sequence of documents")
+        _keep(
+            self,
+            system=checked_content("system", self.system),
+            query=checked_content("query", self.query),
+            documents=tuple(
+                one if isinstance(one, Live) else checked_content(f"documents[{number}]", one)
+                for number, one in enumerate(documents)
+            ),
+        )
 
     def to_text(self, delimiter: str = DEFAULT_DELIMITER) -> str:
         """Return the prompt as one text; `from_text` gives back an equal prompt (`formatted` is not in the text).
@@ -106,16 +136,56 @@ def has_delimiter(text: str, delimiter: str = DEFAULT_DELIMITER) -> bool:
     return delimiter in text or _live_delimiter(delimiter) in text
 
 
-def check_content(name: str, content: object) -> None:
-    """Raise `ValueError` naming the part unless it is text or a sequence of non-negative token ids."""
+def checked_content(place: str, content: object) -> str | tuple[int, ...]:
+    """Return text as it is, and token ids, in whatever sequence or array they come, as a tuple of Python integers.
+
+    This is the one check of what a caller may write for a text or for token ids; the vocabulary is checked where
+    the model is known. Raises `ValueError` naming the place and the value.
+    """
     if isinstance(content, str):
-        return
-    if isinstance(content, Sequence) and not isinstance(content, bytes):
-        for token in content:
-            if not isinstance(token, int) or isinstance(token, bool) or token < 0:
-                raise ValueError(f"{name}: token ids must be integers of at least 0, found {token!r}")
-        return
-    raise ValueError(f"{name}: text or a sequence of token ids is expected, found {type(content).__name__}")
+        return content
+    tokens = items_of(place, content, "text or a sequence of token ids")
+    return tuple(_token_id(place, number, token) for number, token in enumerate(tokens))
+
+
+def items_of(place: str, value: Any, expected: str) -> list[Any]:
+    """Return the items of a sequence or array. Raises `ValueError` for anything else, texts and bytes included.
+
+    What is passed through only once (a generator) or has no order (a set) is refused as well: a prompt is read
+    more than once.
+    """
+    # An array or tensor of any library gives plain Python numbers this way; a memory view of bytes does not count.
+    items = value.tolist() if hasattr(value, "tolist") and not isinstance(value, memoryview) else value
+    if not isinstance(items, Sequence) or isinstance(items, str | bytes | bytearray | memoryview):
+        raise ValueError(f"{place}: {expected} is expected, found {_shown(value)}")
+    return list(items)
+
+
+def _token_id(place: str, number: int, token: Any) -> int:
+    # bool is an integer to Python, but not what anybody means by a token.
+    if type(token) is not int and (isinstance(token, bool) or not hasattr(token, "__index__")):
+        raise ValueError(f"{place}[{number}]: a token id is an integer, found {_shown(token)}")
+    token_id = index(token)
+    if token_id < 0:
+        raise ValueError(f"{place}[{number}]: token ids are integers of at least 0, found {token_id}")
+    return token_id
+
+
+def _check(place: str, value: object, expected: str, *types: type) -> None:
+    if not isinstance(value, types):
+        raise ValueError(f"{place}: {expected} is expected, found {_shown(value)}")
+
+
+def _keep(frozen: object, **values: object) -> None:
+    """Set fields of a frozen dataclass while it is made."""
+    for name, value in values.items():
+        object.__setattr__(frozen, name, value)
+
+
+def _shown(value: object) -> str:
+    """The value and its type, short enough for a message."""
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
 # A delimiter is its first character `h` and its rest `t`. `h!t` starts a live piece. In a piece's own text,

@@ -8,6 +8,7 @@ control.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,16 @@ from typing import Any
 
 from daric_rag.config import DaricConfig
 from daric_rag.engine.token_ranges import TokenRange
-from daric_rag.prompt import ChatMessage, ChatPrompt, ChunkedPrompt, Content, Document, Live, has_delimiter
+from daric_rag.prompt import (
+    ChatMessage,
+    ChatPrompt,
+    ChunkedPrompt,
+    Content,
+    Document,
+    Live,
+    checked_content,
+    has_delimiter,
+)
 
 Prompt = str | Sequence[int] | ChunkedPrompt | ChatPrompt
 Split = Callable[[str], list[tuple[str, bool]]]
@@ -24,11 +34,15 @@ Split = Callable[[str], list[tuple[str, bool]]]
 
 @dataclass(frozen=True)
 class _Piece:
-    """A part of a prompt in order; `kind` is text, document or live; `control` text comes from a template."""
+    """A part of a prompt in order; `kind` is text, document or live; `control` text comes from a template.
+
+    `place`: what the caller calls it.
+    """
 
     content: Content
     kind: str = "text"
     control: bool = False
+    place: str = "prompt"
 
 
 @dataclass(frozen=True)
@@ -79,8 +93,8 @@ class InputProcessor:
         """Tokenise, pad and lay out a prompt.
 
         One that only its padding makes too long comes back without padding and layout: vLLM answers it as any
-        other prompt. Raises `ValueError` for an empty prompt, one that is longer than the model's window (naming both
-        numbers and the largest chunk), and token ids outside the vocabulary.
+        other prompt. Raises `ValueError` for what is no prompt, an empty one, one that is longer than the model's
+        window (naming both numbers and the largest chunk), and token ids outside the vocabulary.
         """
         pieces, recognised = self._pieces(prompt, config, split)
         chunks, dropped = self._chunks(pieces, config)
@@ -92,9 +106,12 @@ class InputProcessor:
         self._check_length(processed)
         return processed
 
-    def warm_chunk(self, document: Content) -> ProcessedPrompt:
-        """The chunk that a document becomes in any prompt, on its own; no token ids for an empty document."""
-        token_ids = self._padded(self._document_ids(document))
+    def warm_chunk(self, document: Content, place: str = "document") -> ProcessedPrompt:
+        """The chunk that a document becomes in any prompt, on its own; no token ids for an empty document.
+
+        `place`: what an error calls it.
+        """
+        token_ids = self._padded(self._document_ids(checked_content(place, document), place))
         bounds = ((0, len(token_ids)),)
         processed = ProcessedPrompt(token_ids, bounds, (False,), bounds)
         self._check_length(processed)
@@ -119,23 +136,20 @@ class InputProcessor:
             return _recognise(self._chat_pieces(prompt), split)
         if isinstance(prompt, ChunkedPrompt):
             return self._chunked_pieces(prompt), 0
-        return [_Piece(prompt)], 0
+        return [_Piece(checked_content("prompt", prompt))], 0
 
     def _chunked_pieces(self, prompt: ChunkedPrompt) -> list[_Piece]:
-        documents = [
-            _Piece(item.content, "live") if isinstance(item, Live) else _Piece(item, "document")
-            for item in prompt.documents
-        ]
+        documents = [_document_piece(item, f"documents[{n}]") for n, item in enumerate(prompt.documents)]
+        system = _Piece(prompt.system, control=prompt.formatted, place="system")
+        query = _Piece(prompt.query, control=prompt.formatted, place="query")
         if prompt.formatted or not self.has_chat_template:
-            system, query = (_Piece(one, control=prompt.formatted) for one in (prompt.system, prompt.query))
             return [system, *documents, query]
         marks = [f"{self._placeholder}{number}e" for number in range(2)]
         messages = [{"role": "user", "content": marks[1]}]
         if len(prompt.system):
             messages.insert(0, {"role": "system", "content": marks[0]})
         rendered = self._render(messages, None)
-        texts = {marks[0]: [_Piece(prompt.system)], marks[1]: [*documents, _Piece(prompt.query)]}
-        return self._substitute(rendered, texts)
+        return self._substitute(rendered, {marks[0]: [system], marks[1]: [*documents, query]})
 
     def _chat_pieces(self, prompt: ChatPrompt) -> list[_Piece]:
         if not self.has_chat_template:
@@ -144,26 +158,28 @@ class InputProcessor:
         messages: list[dict[str, Any]] = []
         for number, message in enumerate(prompt.messages):
             mark = f"{self._placeholder}{number}e"
-            texts[mark] = _message_pieces(message)
+            texts[mark] = _message_pieces(message, f"messages[{number}].content")
             content = mark if texts[mark] else ""
             messages.append({**message.extra, "role": message.role, "content": content})
         return self._substitute(self._render(messages, prompt.tools), texts)
 
     def _render(self, messages: list[dict[str, Any]], tools: Any) -> str:
         def render(them: list[dict[str, Any]]) -> str:
-            text = self._tokenizer.apply_chat_template(
-                them, tools=tools, tokenize=False, add_generation_prompt=True
-            )
+            try:
+                text = self._tokenizer.apply_chat_template(
+                    them, tools=tools, tokenize=False, add_generation_prompt=True
+                )
+            except Exception as error:  # templates refuse by raising what they like
+                raise ValueError(f"the model's chat template refuses this conversation: {error}") from error
             return str(text)
 
         if messages[0]["role"] != "system" or len(messages) < 2 or messages[1]["role"] != "user":
             return render(messages)
-        try:
+        # A template without a place for a system message refuses it, or leaves it out.
+        with contextlib.suppress(ValueError):
             rendered = render(messages)
             if messages[0]["content"] in rendered:
                 return rendered
-        except Exception:  # templates refuse a system message by raising what they like
-            pass
         system, user, *rest = messages
         merged = {**user, "content": f"{system['content']}\n\n{user['content']}"}
         return render([merged, *rest])
@@ -190,9 +206,7 @@ class InputProcessor:
         for number, piece in enumerate(pieces):
             is_document = piece.kind == "document"
             token_ids = (
-                self._document_ids(piece.content)
-                if is_document
-                else self._content_ids(piece.content, control=piece.control)
+                self._document_ids(piece.content, piece.place) if is_document else self._piece_ids(piece)
             )
             if is_document:
                 dropped += not token_ids
@@ -233,17 +247,22 @@ class InputProcessor:
         """p = (b - (t mod b)) mod b padding tokens at the chunk's end (paper §3.2)."""
         return token_ids + [self._padding_id] * (-len(token_ids) % self._block_size)
 
-    def _document_ids(self, document: Content) -> list[int]:
+    def _document_ids(self, document: Content, place: str) -> list[int]:
         """A document's tokens. Templates strip and join with white space, which must not change its key."""
-        return self._content_ids(document.strip() if isinstance(document, str) else document)
+        return self._piece_ids(
+            _Piece(document.strip() if isinstance(document, str) else document, place=place)
+        )
 
-    def _content_ids(self, content: Content, *, control: bool = False) -> list[int]:
-        if isinstance(content, str):
-            return self.tokenize(content, control=control)
-        for token in content:
-            if not 0 <= token < self._vocab_size:
-                raise ValueError(f"token id {token} is outside the vocabulary of {self._vocab_size} tokens")
-        return list(content)
+    def _piece_ids(self, piece: _Piece) -> list[int]:
+        if isinstance(piece.content, str):
+            return self.tokenize(piece.content, control=piece.control)
+        for number, token in enumerate(piece.content):
+            if token >= self._vocab_size:
+                raise ValueError(
+                    f"{piece.place}[{number}]: token id {token} is outside the vocabulary of "
+                    f"{self._vocab_size} tokens"
+                )
+        return list(piece.content)
 
     def _check_length(self, processed: ProcessedPrompt) -> None:
         if len(processed.token_ids) <= self._longest:
@@ -294,16 +313,19 @@ def repair_surrogates(text: str) -> str:
     return text
 
 
-def _message_pieces(message: ChatMessage) -> list[_Piece]:
+def _document_piece(part: Content | Document | Live, place: str) -> _Piece:
+    if isinstance(part, Live):
+        return _Piece(part.content, "live", place=place)
+    return _Piece(part.content if isinstance(part, Document) else part, "document", place=place)
+
+
+def _message_pieces(message: ChatMessage, place: str) -> list[_Piece]:
     if isinstance(message.content, str):
-        return [_Piece(message.content)] if message.content else []
-    pieces = []
-    for part in message.content:
-        if isinstance(part, str):
-            pieces.append(_Piece(part))
-        else:
-            pieces.append(_Piece(part.content, "document" if isinstance(part, Document) else "live"))
-    return pieces
+        return [_Piece(message.content, place=place)] if message.content else []
+    return [
+        _Piece(part) if isinstance(part, str) else _document_piece(part, f"{place}[{number}]")
+        for number, part in enumerate(message.content)
+    ]
 
 
 def _recognise(pieces: Sequence[_Piece], split: Split | None) -> tuple[list[_Piece], int]:

@@ -5,29 +5,29 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from typing import TYPE_CHECKING, Any
+from numbers import Number
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from daric_rag.config import DaricConfig
 from daric_rag.engine.input_processor import ProcessedPrompt
 from daric_rag.engine.scheduling.plan import EXTRA_ARGS_KEY, ChunkLayout
 from daric_rag.engine.selection import SelectionSettings
-from daric_rag.prompt import ChatPrompt, ChunkedPrompt
+from daric_rag.prompt import ChatPrompt, ChunkedPrompt, items_of
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
 DEFAULT_MAX_TOKENS = 256
 
+T = TypeVar("T")
+
 
 def is_one_prompt(prompts: Any) -> bool:
-    """Whether this is a single prompt rather than a list of them; a sequence of integers is one prompt."""
+    """Whether this is a single prompt rather than a list of them; a sequence of numbers is one prompt."""
     if isinstance(prompts, str | ChunkedPrompt | ChatPrompt):
         return True
-    if not isinstance(prompts, list | tuple):
-        raise ValueError(
-            f"a prompt is a ChunkedPrompt, a ChatPrompt, a text or token ids, not {type(prompts).__name__}"
-        )
-    return bool(prompts) and isinstance(prompts[0], int)
+    items = items_of("prompts", prompts, "a ChunkedPrompt, ChatPrompt, text, token ids or a list of these")
+    return bool(items) and isinstance(items[0], Number)
 
 
 def build_request(
@@ -36,14 +36,13 @@ def build_request(
     """The prompt and sampling parameters for `AsyncLLM.generate`; the caller's parameters stay as they are.
 
     Reuse and exact requests never share vLLM's prefix cache: the former carry a salt made of their settings.
+    Raises `ValueError` for parameters that the engine's process could not read.
     """
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
     from vllm.sampling_params import RequestOutputKind
 
-    sampling = copy.deepcopy(params) if params is not None else _default_params()
-    if not isinstance(sampling, SamplingParams):
-        raise ValueError(f"params: vllm.SamplingParams is expected, not {type(sampling).__name__}")
+    sampling = _default_params() if params is None else as_received("params", params, SamplingParams)
     sampling.output_kind = RequestOutputKind.DELTA if stream else RequestOutputKind.CUMULATIVE
     prompt = TokensPrompt(prompt_token_ids=processed.token_ids)
     salt = f"namespace:{config.namespace}" if config.namespace else ""
@@ -55,6 +54,42 @@ def build_request(
     if salt:
         prompt["cache_salt"] = salt
     return prompt, sampling
+
+
+def checked_adapter(lora_request: Any) -> Any:
+    """The `vllm.lora.request.LoRARequest` of a call, or None. Raises `ValueError` for anything else."""
+    from vllm.lora.request import LoRARequest
+
+    return None if lora_request is None else as_received("lora_request", lora_request, LoRARequest)
+
+
+def as_received(place: str, value: Any, expected: type[T]) -> T:
+    """A copy of `value` as the engine's process will read it, with plain numbers in place of NumPy's.
+
+    vLLM sends requests as msgpack and checks types only where they arrive, where a wrong one ends the thread that
+    receives all requests. Raises `ValueError` that names what is wrong.
+    """
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    if not isinstance(value, expected):
+        raise ValueError(f"{place}: a vLLM {expected.__name__} is expected, found {type(value).__name__}")
+    plain = copy.copy(value)
+    for name in expected.__struct_fields__:  # type: ignore[attr-defined]
+        setattr(plain, name, _plain(getattr(value, name)))
+    try:
+        received: T = MsgpackDecoder(expected).decode(MsgpackEncoder().encode(plain))
+    except Exception as error:  # of msgspec, of vLLM's own hooks and checks
+        raise ValueError(f"{place}: {error}") from error
+    return received
+
+
+def _plain(value: Any) -> Any:
+    """The value with the scalars of NumPy and torch in it turned into Python's; arrays stay, vLLM can send them."""
+    if isinstance(value, dict):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set):
+        return type(value)(_plain(item) for item in value)
+    return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 def warm_request(chunk: ProcessedPrompt, config: DaricConfig, request_id: str) -> tuple[Any, SamplingParams]:

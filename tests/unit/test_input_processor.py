@@ -5,6 +5,7 @@ from __future__ import annotations
 import string
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -144,6 +145,41 @@ def test_tokenizers_of_every_family_keep_chunks_apart(style: str) -> None:
     assert len(set(padding)) == 1 and len(padding) == -len(text) % BLOCK
 
 
-def test_token_ids_outside_the_vocabulary_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"token id 1114112 is outside the vocabulary of 1114112 tokens"):
-        make_processor().process(ChunkedPrompt("s", [[5, 0x110000]], "q"), CONFIG)
+OUTSIDE = [5, 0x110000]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "place"),
+    [
+        (OUTSIDE, r"prompt\[1\]"),
+        (ChunkedPrompt(OUTSIDE, ["d"], "q"), r"system\[1\]"),
+        (ChunkedPrompt("s", ["d", OUTSIDE], "q"), r"documents\[1\]\[1\]"),
+        (ChunkedPrompt("s", [Live(OUTSIDE), "d"], "q"), r"documents\[0\]\[1\]"),
+        (ChatPrompt([ChatMessage("user", ["q", Document(OUTSIDE)])]), r"messages\[0\]\.content\[1\]\[1\]"),
+    ],
+)
+def test_token_ids_outside_the_vocabulary_are_refused_by_their_place(prompt: Any, place: str) -> None:
+    with pytest.raises(ValueError, match=f"^{place}: token id 1114112 is outside .* of 1114112 tokens"):
+        make_processor().process(prompt, CONFIG)
+
+
+@pytest.mark.parametrize("prompt", [5, None, b"text", [1.5], ["a", "b"], [], "", ChatMessage("user", "text")])
+def test_what_is_no_prompt_is_refused(prompt: Any) -> None:
+    with pytest.raises(ValueError, match="prompt"):
+        make_processor().process(prompt, CONFIG)
+
+
+def test_a_document_to_warm_is_checked_too() -> None:
+    processor = make_processor()
+    assert processor.warm_chunk(np.array([5, 6])).token_ids == processor.warm_chunk([5, 6]).token_ids  # type: ignore[arg-type]
+    for wrong in (OUTSIDE, [1.5], None, 5):
+        with pytest.raises(ValueError, match=r"^documents\[7\]"):
+            processor.warm_chunk(wrong, "documents[7]")  # type: ignore[arg-type]
+
+
+def test_a_conversation_that_the_template_refuses_is_a_bad_argument() -> None:
+    tokenizer = make_tokenizer("qwen")
+    tokenizer.chat_template = "{% for m in messages %}{{ raise_exception('no ' + m.role) }}{% endfor %}"
+    processor = InputProcessor(tokenizer, BLOCK, 4000, len(tokenizer), "\n")
+    with pytest.raises(ValueError, match="chat template refuses this conversation: no pilot"):
+        processor.process(ChatPrompt([ChatMessage("pilot", "text")]), CONFIG)
