@@ -38,4 +38,4 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     from tests.tiny_models import make_tiny_model
 
     path: Path = tmp_path_factory.mktemp("models") / "llama"
-    return str(make_tiny_model("llama", path))
+    return str(make_tiny_model("Llama", path))

@@ -1,24 +1,27 @@
-"""Position-independent reuse written down once more, slowly, in plain Transformers code: what the engine must equal."""
+"""Position-independent reuse written down once more, slowly, with Transformers' models: what the engine must equal."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from daric_rag.engine.token_ranges import TokenRange
 
 
-class ReferenceLlama:
-    """A Llama checkpoint in float32."""
+class ReferenceModel:
+    """A checkpoint of any family in float32.
+
+    Nothing is rotated here. A rotary embedding sees only how far two tokens are apart, so a chunk whose keys were
+    turned to where it stands is the chunk computed where it stands, with nothing before it in sight.
+    """
 
     def __init__(self, path: str) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        self._layers = self.model.model.layers
-        self._head_dim = self.model.config.head_dim
-        self._groups = self.model.config.num_attention_heads // self.model.config.num_key_value_heads
+        self._model: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
 
     @torch.inference_mode()
     def log_probs(
@@ -26,59 +29,57 @@ class ReferenceLlama:
     ) -> torch.Tensor:
         """First-token log-probabilities `[vocabulary]`, chunks at `bounds` reused, `recompute` computed again.
 
-        Every chunk's keys and values are computed with nothing before it, its keys turned to where it stands;
-        then the tokens of `recompute` go through the layers together, each seeing all that stands before it.
+        Every chunk's keys and values are computed with nothing before it; then the tokens of `recompute` go
+        through the layers together, each seeing all that stands before it.
         """
-        tokens = torch.tensor([list(token_ids)])
-        keys, values = self._independent(tokens, bounds)
+        tokens, cache = torch.tensor(token_ids), _PromptCache(len(token_ids))
+        for start, end in bounds:
+            self._forward(tokens, cache, torch.arange(start, end), first_visible=start)
         chosen = torch.cat([torch.arange(start, end) for start, end in recompute])
-        hidden = self.model.model.embed_tokens(tokens[:, chosen])
-        rotation = self._rotation(chosen)
-        visible = torch.arange(tokens.shape[1])[None] <= chosen[:, None]
-        for number, layer in enumerate(self._layers):
-            attention = layer.self_attn
-            normed = layer.input_layernorm(hidden)
-            query, key, value = (
-                self._heads(project(normed))
-                for project in (attention.q_proj, attention.k_proj, attention.v_proj)
-            )
-            query, key = apply_rotary_pos_emb(query, key, *rotation)
-            keys[number][:, :, chosen], values[number][:, :, chosen] = key, value
-            seen = torch.nn.functional.scaled_dot_product_attention(
-                query,
-                keys[number].repeat_interleave(self._groups, 1),
-                values[number].repeat_interleave(self._groups, 1),
-                attn_mask=visible[None, None],
-            )
-            hidden = hidden + attention.o_proj(seen.transpose(1, 2).flatten(2))
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-        last = self.model.model.norm(hidden[:, -1])
-        return torch.log_softmax(self.model.lm_head(last)[0], -1)
+        return self._forward(tokens, cache, chosen, first_visible=0)
 
     def full_log_probs(self, token_ids: Sequence[int]) -> torch.Tensor:
         """The same by an ordinary prefill."""
         with torch.inference_mode():
-            logits = self.model(torch.tensor([list(token_ids)]), logits_to_keep=1).logits
+            logits = self._model(torch.tensor([list(token_ids)]), logits_to_keep=1).logits
         return torch.log_softmax(logits[0, -1], -1)
 
-    def _independent(
-        self, tokens: torch.Tensor, bounds: Sequence[TokenRange]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        count = len(self._layers)
-        parts: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = [([], []) for _ in range(count)]
-        for start, end in bounds:
-            cache = self.model(tokens[:, start:end], use_cache=True).past_key_values
-            cos, sin = self._rotation(torch.full((end - start,), start))
-            for number in range(count):
-                key = cache.layers[number].keys
-                turned, _ = apply_rotary_pos_emb(key, key, cos, sin)
-                parts[number][0].append(turned)
-                parts[number][1].append(cache.layers[number].values)
-        return [torch.cat(keys, 2) for keys, _ in parts], [torch.cat(values, 2) for _, values in parts]
+    def _forward(
+        self, tokens: torch.Tensor, cache: _PromptCache, positions: torch.Tensor, first_visible: int
+    ) -> torch.Tensor:
+        """Compute the tokens at `positions` into the cache; each sees `[first_visible, its own position]`."""
+        cache.positions = positions
+        others = torch.arange(len(tokens))
+        visible = (others >= first_visible) & (others <= positions[:, None])
+        logits = self._model(
+            tokens[None, positions],
+            position_ids=positions[None],
+            attention_mask=torch.zeros(visible.shape).masked_fill(~visible, -torch.inf)[None, None],
+            past_key_values=cache,
+            logits_to_keep=1,
+        ).logits
+        return torch.log_softmax(logits[0, -1], -1)
 
-    def _rotation(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        cos, sin = self.model.model.rotary_emb(torch.zeros(1, 1, 1), positions[None])
-        return cos, sin
 
-    def _heads(self, projected: torch.Tensor) -> torch.Tensor:
-        return projected.unflatten(-1, (-1, self._head_dim)).transpose(1, 2)
+class _PromptCache:
+    """The part of Transformers' `Cache` that models call: a whole prompt, written at `positions`."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.positions = torch.arange(0)
+        self._num_tokens = num_tokens
+        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer: int, *_: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write new keys and values `[1, heads, positions, head_dim]`; return the whole prompt's."""
+        if layer not in self._layers:
+            batch, heads, _, width = key.shape
+            self._layers[layer] = tuple(key.new_zeros(batch, heads, self._num_tokens, width) for _ in "kv")
+        keys, values = self._layers[layer]
+        keys[:, :, self.positions], values[:, :, self.positions] = key, value
+        return keys, values
+
+    def get_seq_length(self, layer: int = 0) -> int:
+        """What a model counts positions from, where it is not told them."""
+        return 0

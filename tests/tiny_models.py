@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,14 @@ import torch
 from safetensors.torch import save_file
 from transformers import (
     GPTJConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
-    StableLmConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
 )
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
@@ -22,7 +25,6 @@ from daric_rag.models import resolve_model
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _VOCABULARY = 49152
-_ROPE_THETA = 10000.0
 
 # 4 query and 2 key/value heads divide by a tensor-parallel size of 2. The head dimension of 32 is the
 # smallest that the CPU attention backend takes.
@@ -40,70 +42,97 @@ _SHAPE: dict[str, Any] = {
 }
 
 
-def _llama(rope_type: str, **scaling: Any) -> PreTrainedConfig:
-    return LlamaConfig(
-        **_SHAPE, rope_parameters={"rope_type": rope_type, "rope_theta": _ROPE_THETA, **scaling}
-    )
-
-
-def _llama3() -> PreTrainedConfig:
-    return _llama(
-        "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=1024
-    )
-
-
-def _gptj() -> PreTrainedConfig:
-    return GPTJConfig(
-        vocab_size=_VOCABULARY,
-        n_embd=128,
-        n_layer=2,
-        n_head=4,
-        n_positions=2048,
-        rotary_dim=16,
-        bos_token_id=1,
-        eos_token_id=2,
-        tie_word_embeddings=False,
-    )
-
-
-TINY_MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
-    "llama": lambda: _llama("default"),
-    "llama-linear": lambda: _llama("linear", factor=4.0),
-    "llama-llama3": _llama3,
-    "llama-yarn": lambda: _llama("yarn", factor=4.0, original_max_position_embeddings=2048),
-    "qwen2": lambda: Qwen2Config(
-        **_SHAPE, rope_parameters={"rope_type": "default", "rope_theta": _ROPE_THETA}
-    ),
-    "mistral": lambda: MistralConfig(
-        **_SHAPE,
-        sliding_window=None,
-        rope_parameters={"rope_type": "default", "rope_theta": _ROPE_THETA},
-    ),
-    # Partial rotary, NeoX pairs: 8 of 32 coordinates turn.
-    "stablelm": lambda: StableLmConfig(
-        **_SHAPE,
-        rope_parameters={"rope_type": "default", "rope_theta": _ROPE_THETA, "partial_rotary_factor": 0.25},
-    ),
-    # Partial rotary, interleaved pairs: 16 of 32 coordinates turn.
-    "gptj": _gptj,
+_PLAIN_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+_LLAMA3_ROPE = {
+    **_PLAIN_ROPE,
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 1024,
 }
-"""Kind of tiny model -> its configuration."""
+_YARN_ROPE = {**_PLAIN_ROPE, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_MULTIPLIERS = {
+    "embedding_multiplier": 6.0,
+    "attention_multiplier": 0.25,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+}
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """A kind of model: how its configuration is made, and what is particular about it."""
+
+    config_class: type[PreTrainedConfig]
+    options: dict[str, Any]
+    particular: str
+
+    @property
+    def architecture(self) -> str:
+        """The name of its model class, in Transformers as in vLLM."""
+        return f"{self.config_class.__name__.removesuffix('Config')}ForCausalLM"
+
+    def config(self) -> PreTrainedConfig:
+        """The configuration of the tiny checkpoint."""
+        return self.config_class(**self.options)
+
+
+def _kind(config_class: type[PreTrainedConfig], particular: str, **options: Any) -> TinyModel:
+    return TinyModel(config_class, {**_SHAPE, "rope_parameters": _PLAIN_ROPE, **options}, particular)
+
+
+TINY_MODELS = {
+    "Llama": _kind(LlamaConfig, "grouped heads"),
+    "Llama 3": _kind(LlamaConfig, "llama3 scaling", rope_parameters=_LLAMA3_ROPE),
+    "Mistral": _kind(MistralConfig, "no sliding window", sliding_window=None, head_dim=64),
+    "Qwen2": _kind(Qwen2Config, "biases, YaRN", rope_parameters=_YARN_ROPE),
+    "Qwen3": _kind(Qwen3Config, "normalised queries and keys", head_dim=64),
+    "Qwen3-MoE": _kind(Qwen3MoeConfig, "experts", head_dim=64, **_EXPERTS),
+    "Phi-3": _kind(
+        Phi3Config,
+        "fused projections, half of a head turns",
+        pad_token_id=2,
+        rope_parameters={**_PLAIN_ROPE, "partial_rotary_factor": 0.5},
+    ),
+    "Granite": _kind(GraniteConfig, "multipliers", **_MULTIPLIERS),
+    "GPT-J": TinyModel(
+        GPTJConfig,
+        {
+            "vocab_size": _VOCABULARY,
+            "n_embd": 128,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 2048,
+            "rotary_dim": 16,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "tie_word_embeddings": False,
+        },
+        "half of a head turns, in interleaved pairs",
+    ),
+}
+"""The kinds of models on which the engine is tested, by the name of their family."""
 
 
 def make_tiny_model(kind: str, directory: Path, seed: int = 0) -> Path:
     """Write a float32 checkpoint of `kind` (a key of `TINY_MODELS`) with the embedded model's tokenizer.
 
     The weights are larger than an initialisation for training would be, so that attention depends on the keys
-    and a wrong rotation shows in the output. The same seed gives the same weights. Returns `directory`.
+    and a wrong rotation shows in the output; biases and norms are drawn too. The same seed gives the same
+    weights. Returns `directory`.
     """
-    config = TINY_MODELS[kind]()
+    config = TINY_MODELS[kind].config()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for weights in model.parameters():
-                if weights.dim() == 2:
-                    weights.normal_(std=1.5 * weights.shape[1] ** -0.5)
+                if weights.dim() >= 2:
+                    weights.normal_(std=1.5 * weights.shape[-1] ** -0.5)
+                else:
+                    weights.add_(0.2 * torch.randn_like(weights))
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory)
     tokenizer = Path(resolve_model("smollm2-135m", progress=False))
@@ -113,12 +142,12 @@ def make_tiny_model(kind: str, directory: Path, seed: int = 0) -> Path:
 
 
 def make_tiny_adapter(directory: Path, seed: int) -> Path:
-    """Write a LoRA adapter for the `llama` of `make_tiny_model` that changes its queries, keys and values.
+    """Write a LoRA adapter for the `Llama` of `make_tiny_model` that changes its queries, keys and values.
 
     Returns `directory`.
     """
     rank = 4
-    shape = _llama("default").to_dict()
+    shape = TINY_MODELS["Llama"].config().to_dict()
     hidden, head_dim = shape["hidden_size"], shape["hidden_size"] // shape["num_attention_heads"]
     widths = {"q_proj": hidden, "k_proj": 2 * head_dim, "v_proj": 2 * head_dim}
     generator = torch.Generator().manual_seed(seed)

@@ -84,17 +84,17 @@ def refusal(config: Any) -> str:
 
 @pytest.mark.parametrize("kind", TINY_MODELS)
 def test_supported_models_pass(kind: str) -> None:
-    check_supported(engine_config(TINY_MODELS[kind]()))
+    check_supported(engine_config(TINY_MODELS[kind].config()))
 
 
 @pytest.mark.parametrize(
     "hf_config",
     [
         llama(rope_parameters=LLAMA3),
-        transformers.Qwen3Config(),
         transformers.Qwen2Config(use_sliding_window=False, sliding_window=4096),
         transformers.GemmaConfig(),
-        transformers.GraniteConfig(),
+        transformers.StableLmConfig(),
+        llama(rope_parameters={"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}),
         transformers.Glm4Config(),
         transformers.FalconConfig(alibi=False),
         transformers.Phi3Config(sliding_window=None),

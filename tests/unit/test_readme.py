@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from daric_rag.config import DaricConfig
+from tests.tiny_models import TINY_MODELS
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 
@@ -13,6 +14,14 @@ def options_table() -> str:
     rows = ["| option | default | meaning |", "|---|---|---|"]
     for name, field in DaricConfig.model_fields.items():
         rows.append(f"| `{name}` | {shown(name, field.default)} | {escaped(str(field.description))} |")
+    return "\n".join(rows)
+
+
+def models_table() -> str:
+    """Every kind of model that the engine tests start."""
+    rows = ["| family | architecture | with |", "|---|---|---|"]
+    for family, kind in TINY_MODELS.items():
+        rows.append(f"| {family} | `{kind.architecture}` | {kind.particular} |")
     return "\n".join(rows)
 
 
@@ -30,10 +39,18 @@ def escaped(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def test_the_options_table_is_the_configuration():
-    found = re.search(r"<!-- options -->\n(.*?)\n<!-- end of options -->", README, re.DOTALL)
+def between(name: str) -> str:
+    found = re.search(rf"<!-- {name} -->\n(.*?)\n<!-- end of {name} -->", README, re.DOTALL)
     assert found is not None
-    assert found[1] == options_table()
+    return found[1]
+
+
+def test_the_options_table_is_the_configuration():
+    assert between("options") == options_table()
+
+
+def test_the_models_table_is_what_is_tested():
+    assert between("models") == models_table()
 
 
 def test_its_python_is_twenty_lines_or_so_and_compiles():
