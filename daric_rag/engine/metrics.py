@@ -62,17 +62,20 @@ class RequestMetrics:
 class RequestReport:
     """Counts over all steps of one request, in tokens and seconds.
 
-    The seconds are those of the steps that the request took part in, shared with whoever was in them.
-    `attempt`: how often it was preempted before.
+    The scheduler's side counts `engine_hit_tokens` and `lookup_s`, the worker everything else. The seconds are
+    those of the steps that the request took part in, shared with whoever was in them. `attempt`: how often it
+    was preempted before.
     """
 
     attempt: int = 0
+    engine_hit_tokens: int = 0
     loaded_tokens: int = 0
     generated_tokens: int = 0
     live_tokens: int = 0
     recomputed_tokens: int = 0
     recomputed_ranges: list[TokenRange] = field(default_factory=list)
     failed_segments: int = 0
+    lookup_s: float = 0.0
     load_s: float = 0.0
     generate_s: float = 0.0
     recompute_s: float = 0.0
@@ -88,15 +91,6 @@ class RequestReport:
         self.load_s += other.load_s
         self.generate_s += other.generate_s
         self.recompute_s += other.recompute_s
-
-
-@dataclass
-class RequestHits:
-    """What the scheduler's side knows of a request, for its metrics."""
-
-    engine_hit_tokens: int = 0
-    contiguous_hit_tokens: int = 0
-    lookup_s: float = 0.0
 
 
 class Totals:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from daric_rag.engine.keys import Tier, root_key
 from daric_rag.engine.scheduling.index.memory import MemoryIndex
 from daric_rag.engine.scheduling.plan import ChunkLayout, RequestPlan, StepPlan, clip
-from daric_rag.engine.scheduling.scheduler_side import SchedulerSide
+from daric_rag.engine.scheduling.scheduler_side import ScheduledRequest, SchedulerSide
 from daric_rag.engine.selection import SelectionSettings
 from daric_rag.engine.storage.base import StoreEvent
 from daric_rag.engine.token_ranges import total, union
@@ -169,19 +170,106 @@ def test_scheduler_side_reports_what_the_index_holds() -> None:
     assert side.num_tracked == 0
 
 
-def test_unfilled_blocks_of_another_request_are_not_trusted() -> None:
+def step(
+    side: SchedulerSide, name: str, blocks: list[int], covered: int, computed: int = 0, *, starts: bool = True
+) -> StepPlan:
+    scheduled = ScheduledRequest(name, computed, covered - computed, starts)
+    (plan,) = side.plan([scheduled], lambda _: blocks)
+    return plan
+
+
+FIRST_BLOCKS = list(range(100, 106))
+"""What a request holds that is stopped in the middle of the second chunk of `LAYOUT`."""
+LAYOUT = make_layout([1, 8, 1], [False] * 3)
+
+
+def stopped_in_a_chunk() -> SchedulerSide:
     side = scheduler()
-    layout = make_layout([1, 8, 1], [False] * 3)
-    look_up(side, "first", layout)
-    blocks = list(range(100, 106))
-    step = side.step("first", blocks, 6 * BLOCK, starts=True)
-    assert not step.is_final and step.chunks[-1].end == BLOCK  # the second chunk is covered in part
-    look_up(side, "second", layout, prefix=6 * BLOCK)
-    second = side.step("second", [*blocks, 200, 201, 202, 203, 204], layout.bounds[-1][1], starts=True)
+    look_up(side, "first", LAYOUT)
+    first = step(side, "first", FIRST_BLOCKS, 6 * BLOCK)
+    assert not first.is_final and first.chunks[-1].end == BLOCK
+    return side
+
+
+def test_unfilled_blocks_of_another_request_are_not_trusted() -> None:
+    side = stopped_in_a_chunk()
+    assert side.num_unfilled_blocks == 5
+    look_up(side, "second", LAYOUT, prefix=6 * BLOCK)
+    second = step(side, "second", [*FIRST_BLOCKS, 200, 201, 202, 203, 204], LAYOUT.bounds[-1][1])
     assert second.chunks[0].write_from == BLOCK
-    hits, unfilled = side.finished("first")
-    assert list(unfilled) == blocks[1:]
-    assert hits is not None
-    look_up(side, "third", layout, prefix=6 * BLOCK)
-    third = side.step("third", [*blocks, 300, 301, 302, 303, 304], layout.bounds[-1][1], starts=True)
-    assert third.chunks[0].write_from == 6 * BLOCK
+
+
+def test_blocks_that_another_request_filled_are_not_filled_again() -> None:
+    side = stopped_in_a_chunk()
+    look_up(side, "second", LAYOUT, prefix=6 * BLOCK)
+    step(side, "second", [*FIRST_BLOCKS, 200, 201, 202, 203, 204], LAYOUT.bounds[-1][1])
+    assert side.num_unfilled_blocks == 0
+    mine = [*FIRST_BLOCKS, 300, 301, 302, 303, 304]
+    first = step(side, "first", mine, LAYOUT.bounds[-1][1], 6 * BLOCK, starts=False)
+    # The chunk's beginning is there, so its rest is all that is left to write.
+    assert [(chunk.start, chunk.write_from) for chunk in first.chunks] == [(BLOCK, 6 * BLOCK)]
+    assert first.recompute[0][0] >= 6 * BLOCK
+    values, orphans = side.finished("first")
+    assert values is not None and values["engine_hit_tokens"] == 5 * BLOCK
+    assert orphans == []
+
+
+def test_a_request_scheduled_later_in_a_step_trusts_what_an_earlier_one_fills() -> None:
+    side = stopped_in_a_chunk()
+    end = LAYOUT.bounds[-1][1]
+    look_up(side, "second", LAYOUT, prefix=6 * BLOCK)
+    tables = {
+        "first": [*FIRST_BLOCKS, 300, 301, 302, 303, 304],
+        "second": [*FIRST_BLOCKS, 200, 201, 202, 203, 204],
+    }
+    first, second = side.plan(
+        [
+            ScheduledRequest("first", 6 * BLOCK, end - 6 * BLOCK, False),
+            ScheduledRequest("second", 6 * BLOCK, end - 6 * BLOCK, True),
+        ],
+        tables.__getitem__,
+    )
+    assert first.chunks[0].write_from == BLOCK
+    assert second.chunks[0].write_from == 6 * BLOCK
+
+
+def test_blocks_nobody_will_fill_are_named() -> None:
+    side = stopped_in_a_chunk()
+    look_up(side, "second", LAYOUT, prefix=6 * BLOCK)
+    second = step(side, "second", [*FIRST_BLOCKS[:6], 200], 6 * BLOCK + 1)
+    assert not second.is_final
+    assert side.finished("first")[1] == []  # the second one is going to fill them
+    assert side.preempted("second") == [*FIRST_BLOCKS[1:], 200]
+    assert side.num_unfilled_blocks == 0
+
+
+def test_the_last_token_is_computed_even_if_its_block_is_filled() -> None:
+    side = scheduler()
+    layout = ChunkLayout(((0, 64), (64, 128)), (False, False), SelectionSettings(strategy="none"))
+    look_up(side, "first", layout)
+    step(side, "first", [1, 2, 3, 4], 127)
+    longer = ChunkLayout(((0, 64), (64, 128), (128, 133)), (False, False, True), layout.selection)
+    look_up(side, "second", longer, prefix=96)
+    step(side, "second", [1, 2, 3, 4, 5], 133)
+    last = step(side, "first", [1, 2, 3, 4], 128, 127, starts=False)
+    assert last.is_final and last.recompute == ((127, 128),)
+    assert [chunk.write_from for chunk in last.chunks] == [127]
+
+
+def test_a_waiting_request_is_hashed_once_and_looked_up_when_the_index_changed() -> None:
+    class Counting(MemoryIndex):
+        lookups = 0
+
+        def lookup(self, chains: Sequence[Sequence[bytes]]) -> list[int]:
+            self.lookups += 1
+            return super().lookup(chains)
+
+    index = Counting()
+    side = SchedulerSide(index, BLOCK)
+    for _ in range(3):
+        assert look_up(side, "r", LAYOUT) == 0
+    assert index.lookups == 1
+    segment = RequestPlan.make("x", LAYOUT, range(LAYOUT.bounds[-1][1]), ROOT).chunks[0].segments[0]
+    side.apply([], [StoreEvent("added", segment.key, segment.parent, segment.num_tokens, Tier.HOST)])
+    assert look_up(side, "r", LAYOUT) == BLOCK
+    assert index.lookups == 2

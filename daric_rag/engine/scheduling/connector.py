@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,8 +22,7 @@ from daric_rag.engine.launch import CONFIG_KEY
 from daric_rag.engine.metrics import RequestReport
 from daric_rag.engine.scheduling.index.opening import open_index
 from daric_rag.engine.scheduling.plan import EXTRA_ARGS_KEY, ChunkLayout, StepPlan
-from daric_rag.engine.scheduling.report_book import ReportBook
-from daric_rag.engine.scheduling.scheduler_side import SchedulerSide
+from daric_rag.engine.scheduling.scheduler_side import ScheduledRequest, SchedulerSide
 from daric_rag.engine.storage.base import StoreEvent
 from daric_rag.engine.worker.worker_side import WorkerSide
 
@@ -75,7 +74,6 @@ class DaricConnector(KVConnectorBase_V1):
         self._fields = root_fields(vllm_config, self._config)
         self._roots: dict[tuple[str, str], bytes] = {}
         self._adapters: dict[tuple[str, str], str] = {}
-        self._reports = ReportBook()
         self._pool: BlockPool | None = None
         self.scheduler_side: SchedulerSide | None = None
         self.worker_side: WorkerSide | None = None
@@ -136,38 +134,28 @@ class DaricConnector(KVConnectorBase_V1):
         preempted = frozenset(scheduler_output.preempted_req_ids or ())
         for request_id in preempted:
             self._forget_blocks(self._scheduler.preempted(request_id))
-            if self._scheduler.is_tracked(request_id):
-                self._reports.reset(request_id)
-        self._reports.next_step()
+        self._scheduler.next_step()
         state = scheduler_output.kv_connector_block_state
-        plans = []
-        for request_id, num_computed, starts in _scheduled(scheduler_output):
-            if not self._scheduler.is_prefilling(request_id):
-                continue
+
+        def block_table(request_id: str) -> Sequence[int]:
             groups = state.get_block_ids(request_id) if state is not None else None
             assert groups is not None
-            covered = num_computed + scheduler_output.num_scheduled_tokens[request_id]
-            plans.append(self._scheduler.step(request_id, groups[0], covered, starts))
-        return DaricMetadata(tuple(plans), preempted)
+            return groups[0]
+
+        return DaricMetadata(self._scheduler.plan(_scheduled(scheduler_output), block_table), preempted)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Bring the index up to date."""
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, DaricWorkerMetadata):
             self._scheduler.apply(meta.missing, meta.events)
-            for request_id, report in meta.reports.items():
-                if self._scheduler.is_tracked(request_id) or self._reports.is_closing(request_id):
-                    self._reports.add(request_id, report)
+            self._scheduler.add_reports(meta.reports)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Return the request's metrics with its last output; its blocks are free at once."""
-        hits, unfinished = self._scheduler.finished(request.request_id)
-        self._forget_blocks(unfinished)
-        if hits is None:
-            return False, None
-        values = self._reports.close(request.request_id)
-        values.update(asdict(hits))
-        return False, {EXTRA_ARGS_KEY: values}
+        values, orphans = self._scheduler.finished(request.request_id)
+        self._forget_blocks(orphans)
+        return False, None if values is None else {EXTRA_ARGS_KEY: values}
 
     def _forget_blocks(self, block_ids: Sequence[int]) -> None:
         """Take blocks that were allocated but never filled in out of vLLM's prefix cache.
@@ -212,17 +200,17 @@ class DaricConnector(KVConnectorBase_V1):
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Start what the worker prepared before the pass."""
-        self._worker.start_pass()
+        self._worker.hooks.start_pass()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Write the loaded chunks of one layer into their blocks, just before its attention reads them."""
-        self._worker.before_layer(layer_name)
+        self._worker.hooks.before_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
         """Save one layer of the chunks that were generated in this pass, then re-encode their keys."""
-        self._worker.after_layer(layer_name)
+        self._worker.hooks.after_layer(layer_name)
 
     def wait_for_save(self) -> None:
         """Saves are complete when `save_kv_layer` returns."""
@@ -246,10 +234,17 @@ class DaricConnector(KVConnectorBase_V1):
             self.scheduler_side.index.close()
 
 
-def _scheduled(output: SchedulerOutput) -> Iterable[tuple[str, int, bool]]:
-    """(request id, computed tokens before this step, whether it starts or restarts) of all scheduled requests."""
-    for new in output.scheduled_new_reqs:
-        yield new.req_id, new.num_computed_tokens, True
+def _scheduled(output: SchedulerOutput) -> Iterator[ScheduledRequest]:
+    """All requests of a step, in the order in which vLLM scheduled them.
+
+    vLLM lists new requests first but schedules running ones first, and may give a new one blocks that a running
+    one fills in this very step.
+    """
     cached = output.scheduled_cached_reqs
-    for request_id, num_computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
-        yield request_id, num_computed, request_id in cached.resumed_req_ids
+    computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    starting = set(cached.resumed_req_ids)
+    for new in output.scheduled_new_reqs:
+        computed[new.req_id] = new.num_computed_tokens
+        starting.add(new.req_id)
+    for request_id, num_scheduled in output.num_scheduled_tokens.items():
+        yield ScheduledRequest(request_id, computed[request_id], num_scheduled, request_id in starting)

@@ -133,7 +133,6 @@ class RequestPlan:
     num_prefix_tokens: int = 0
     recompute: list[TokenRange] = field(default_factory=list)
     done: int = 0
-    attempt: int = 0
 
     @classmethod
     def make(cls, request_id: str, layout: ChunkLayout, token_ids: Sequence[int], root: bytes) -> RequestPlan:
@@ -187,8 +186,23 @@ class RequestPlan:
             chosen = subtract(chosen, [(0, min(self.chunks[0].end, self.num_tokens - 1))])
         self.recompute = refine(union(chosen, self._live_ranges()), num_prefix_tokens)
 
-    def advance(self, num_covered: int, block_ids: Sequence[int]) -> StepPlan:
-        """Plan the step after which the scheduler counts `num_covered` tokens as computed."""
+    def skip_filled(self, num_filled: int) -> None:
+        """Leave out what another request has filled in, in blocks that both hold; never the last token."""
+        num_filled = min(num_filled, self.num_tokens - 1)
+        if num_filled > self.done:
+            self.done = self.num_prefix_tokens = num_filled
+            self.recompute = refine(self.recompute, num_filled)
+
+    def clip_to_prompt(self, start: int, end: int) -> int:
+        """Tokens of `[start, end)` that are prompt: not text that was generated before a preemption."""
+        num_prompt_tokens = self.layout.bounds[-1][1]
+        return max(0, min(end, num_prompt_tokens) - min(start, num_prompt_tokens))
+
+    def advance(self, num_covered: int, block_ids: Sequence[int], attempt: int = 0) -> StepPlan:
+        """Plan the step after which the scheduler counts `num_covered` tokens as computed.
+
+        `attempt`: how often the request was preempted before.
+        """
         limit = self._completed_at(num_covered)
         window = (self.done, limit)
         chunks = tuple(
@@ -212,7 +226,7 @@ class RequestPlan:
             is_final=num_covered >= self.num_tokens,
             namespace=self.layout.namespace,
             warm=self.layout.warm,
-            attempt=self.attempt,
+            attempt=attempt,
             num_prompt_tokens=self.layout.bounds[-1][1],
         )
         self.done = max(self.done, limit)

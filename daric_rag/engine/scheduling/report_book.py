@@ -1,4 +1,4 @@
-"""What happened to the tokens of each request, told by the worker and read when the request ends."""
+"""What happened to the tokens of each request, told by the worker step by step and read when the request ends."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ class ReportBook:
     def __init__(self) -> None:
         self._open: dict[str, RequestReport] = {}
         self._closing: dict[str, tuple[RequestReport, dict[str, Any]]] = {}
-        self._attempts: dict[str, int] = {}
+
+    def of(self, request_id: str) -> RequestReport:
+        """The report of a request in flight, begun at the first call."""
+        return self._open.setdefault(request_id, RequestReport())
+
+    def attempt(self, request_id: str) -> int:
+        """How often the request was preempted."""
+        return self.of(request_id).attempt
 
     def add(self, request_id: str, report: RequestReport) -> None:
-        """Add one step's report.
+        """Add one step's report, if the request is in flight or ended in that step.
 
         With async scheduling that of a step from before a preemption may come in after it: it does not count.
         """
-        if report.attempt < self._attempts.get(request_id, 0):
-            return
         if request_id in self._closing:
             total, values = self._closing[request_id]
             total.add(report)
             values.update(_values(total))
-        else:
-            self._open.setdefault(request_id, RequestReport()).add(report)
+        elif request_id in self._open and report.attempt == self._open[request_id].attempt:
+            self._open[request_id].add(report)
 
-    def is_closing(self, request_id: str) -> bool:
-        """Whether the request ended in the step whose reports come in now."""
-        return request_id in self._closing
-
-    def reset(self, request_id: str) -> None:
+    def restart(self, request_id: str) -> None:
         """Forget a request's counts: it was preempted and starts again."""
-        self._open.pop(request_id, None)
-        self._attempts[request_id] = self._attempts.get(request_id, 0) + 1
+        before = self.of(request_id)
+        self._open[request_id] = RequestReport(before.attempt + 1, lookup_s=before.lookup_s)
 
     def close(self, request_id: str) -> dict[str, Any]:
         """The values of a request that ended; see above."""
         report = self._open.pop(request_id, RequestReport())
-        self._attempts.pop(request_id, None)
         values = _values(report)
         self._closing[request_id] = (report, values)
         return values

@@ -3,33 +3,44 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from daric_rag.engine.keys import SegmentKey, Tier
-from daric_rag.engine.metrics import RequestHits
+from daric_rag.engine.metrics import RequestReport
 from daric_rag.engine.scheduling.index.base import KVIndex
 from daric_rag.engine.scheduling.plan import ChunkLayout, RequestPlan, StepPlan
+from daric_rag.engine.scheduling.report_book import ReportBook
+from daric_rag.engine.scheduling.unfilled_blocks import UnfilledBlocks
 from daric_rag.engine.storage.base import StoreEvent
 
 
 @dataclass(frozen=True)
-class _Unfinished:
-    """A request between two steps of its prefill: its block table, of which the first blocks are filled in."""
+class ScheduledRequest:
+    """A request's part in vLLM's step: `num_scheduled` tokens after `num_computed`.
 
-    block_ids: tuple[int, ...]
-    num_filled: int
+    `starts`: its first step, or its first after a preemption.
+    """
+
+    request_id: str
+    num_computed: int
+    num_scheduled: int
+    starts: bool
 
 
 @dataclass
 class _Tracked:
-    """A request with reuse, from its arrival to its end; `plan` is None while it is not prefilling."""
+    """A request with reuse, from its arrival to its end.
 
-    layout: ChunkLayout
-    plan: RequestPlan | None = None
-    attempt: int = 0
-    prefix_tokens: int = 0
-    hits: RequestHits = field(default_factory=RequestHits)
+    `plan`: made at the first look-up, again when the text has grown (a preempted request). `looked_up`: the
+    version of the index that the plan's hits are from. `l_gpu`: the engine's own prefix hit, in tokens.
+    """
+
+    plan: RequestPlan
+    looked_up: int | None = None
+    l_gpu: int = 0
+    prefilling: bool = True
 
 
 class SchedulerSide:
@@ -42,79 +53,110 @@ class SchedulerSide:
         self.index = index
         self._block_size = block_size
         self._tracked: dict[str, _Tracked] = {}
-        # Requests whose blocks are partly allocated but not yet filled in; others must not trust those blocks.
-        self._unfinished: dict[str, _Unfinished] = {}
+        self._unfilled = UnfilledBlocks()
+        self._reports = ReportBook()
 
     def num_external_tokens(
-        self,
-        request_id: str,
-        layout: ChunkLayout,
-        token_ids: Sequence[int],
-        num_prefix_tokens: int,
-        root: bytes,
+        self, request_id: str, layout: ChunkLayout, token_ids: Sequence[int], l_gpu: int, root: bytes
     ) -> int:
-        """max(0, L_cont - L_gpu) for a request about to be scheduled; may be asked again, changes no counts."""
-        started = time.perf_counter()
-        tracked = self._tracked.setdefault(request_id, _Tracked(layout))
-        plan = RequestPlan.make(request_id, layout, token_ids, root)
-        plan.attempt = tracked.attempt
-        plan.set_cached(self.index.lookup(plan.chains()))
-        tracked.plan = plan
-        tracked.prefix_tokens = num_prefix_tokens
-        contiguous = plan.num_contiguous_hit_tokens(self._block_size)
-        tracked.hits.contiguous_hit_tokens = contiguous
-        tracked.hits.lookup_s = time.perf_counter() - started
-        return max(0, contiguous - num_prefix_tokens)
+        """max(0, L_cont - L_gpu) for a request about to be scheduled (paper §3.3.1).
 
-    def is_tracked(self, request_id: str) -> bool:
-        """Whether the request is in flight."""
-        return request_id in self._tracked
-
-    def is_prefilling(self, request_id: str) -> bool:
-        """Whether the request has a plan that is not finished."""
-        tracked = self._tracked.get(request_id)
-        return tracked is not None and tracked.plan is not None
-
-    def step(self, request_id: str, block_ids: Sequence[int], num_covered: int, starts: bool) -> StepPlan:
-        """Plan a prefilling request's part of the step, after which vLLM counts `num_covered` tokens as computed.
-
-        `starts`: this is its first step, or its first after a preemption.
+        vLLM asks again every step that the request waits. Its tokens are hashed once, and the index is asked
+        again only after it has changed.
         """
+        started = time.perf_counter()
+        tracked = self._tracked.get(request_id)
+        if tracked is None or tracked.plan.num_tokens != len(token_ids):
+            plan = RequestPlan.make(request_id, layout, token_ids, root)
+            tracked = self._tracked[request_id] = _Tracked(plan)
+        tracked.l_gpu, tracked.prefilling = l_gpu, True
+        version = self.index.version
+        if tracked.looked_up != version:
+            tracked.plan.set_cached(self.index.lookup(tracked.plan.chains()))
+            tracked.looked_up = version
+        l_cont = tracked.plan.num_contiguous_hit_tokens(self._block_size)
+        self._reports.of(request_id).lookup_s += time.perf_counter() - started
+        return max(0, l_cont - l_gpu)
+
+    def plan(
+        self, scheduled: Iterable[ScheduledRequest], block_table: Callable[[str], Sequence[int]]
+    ) -> tuple[StepPlan, ...]:
+        """The plans of a step, one for each request in its prefill; `block_table` gives a request's block ids.
+
+        `scheduled` comes in the order in which vLLM scheduled: a request that was given blocks of another one
+        stands behind it, so what the plans before fill in may be read by those after.
+        """
+        return tuple(
+            self._step(one, block_table(one.request_id))
+            for one in scheduled
+            if self._is_prefilling(one.request_id)
+        )
+
+    def _step(self, scheduled: ScheduledRequest, block_ids: Sequence[int]) -> StepPlan:
+        request_id, size = scheduled.request_id, self._block_size
         tracked = self._tracked[request_id]
-        plan = tracked.plan
-        assert plan is not None
-        if starts:
-            prefix = self._trusted_prefix(tracked.prefix_tokens, block_ids)
-            plan.begin(prefix)
-            tracked.hits.engine_hit_tokens = min(prefix, plan.layout.bounds[-1][1])
-        step = plan.advance(num_covered, block_ids)
-        if step.is_final:
-            tracked.plan = None
-            self._unfinished.pop(request_id, None)
+        plan, report = tracked.plan, self._reports.of(request_id)
+        if scheduled.starts:
+            plan.begin(self._unfilled.num_filled(block_ids[: tracked.l_gpu // size]) * size)
+            report.engine_hit_tokens = plan.clip_to_prompt(0, plan.num_prefix_tokens)
         else:
-            self._unfinished[request_id] = _Unfinished(step.block_ids, plan.done // self._block_size)
+            filled = self._unfilled.num_filled_by_others(request_id)
+            before = plan.done
+            plan.skip_filled((before // size + filled) * size)
+            report.engine_hit_tokens += plan.clip_to_prompt(before, plan.done)
+        first = plan.done // size
+        step = plan.advance(
+            scheduled.num_computed + scheduled.num_scheduled, block_ids, self._reports.attempt(request_id)
+        )
+        filled_until = len(block_ids) if step.is_final else plan.done // size
+        self._unfilled.fill(block_ids[first:filled_until])
+        self._unfilled.hold(request_id, block_ids[filled_until:])
+        tracked.prefilling = not step.is_final
         return step
 
-    def preempted(self, request_id: str) -> Sequence[int]:
+    def _is_prefilling(self, request_id: str) -> bool:
+        tracked = self._tracked.get(request_id)
+        return tracked is not None and tracked.prefilling
+
+    def preempted(self, request_id: str) -> list[int]:
         """Forget what was planned: the request comes back with new blocks and is planned again.
 
-        Returns the blocks that it leaves allocated but not filled in.
+        Returns the blocks that nobody is going to fill in any more.
         """
         tracked = self._tracked.get(request_id)
         if tracked is not None:
-            tracked.plan = None
-            tracked.attempt += 1
-        return self._drop_unfinished(request_id)
+            tracked.prefilling = False
+            self._reports.restart(request_id)
+        return self._unfilled.drop(request_id)
 
-    def finished(self, request_id: str) -> tuple[RequestHits | None, Sequence[int]]:
-        """Drop a request that ended or was aborted; also returns blocks that it leaves not filled in."""
-        tracked = self._tracked.pop(request_id, None)
-        return (tracked.hits if tracked else None), self._drop_unfinished(request_id)
+    def finished(self, request_id: str) -> tuple[dict[str, Any] | None, list[int]]:
+        """Drop a request that ended or was aborted: what its report says, None if it had no reuse.
+
+        Also returns the blocks that nobody is going to fill in any more.
+        """
+        orphans = self._unfilled.drop(request_id)
+        if self._tracked.pop(request_id, None) is None:
+            return None, orphans
+        return self._reports.close(request_id), orphans
+
+    def next_step(self) -> None:
+        """A new step begins: the reports of requests that ended in the last one are complete."""
+        self._reports.next_step()
 
     @property
     def num_tracked(self) -> int:
         """Requests in flight; 0 when idle."""
         return len(self._tracked)
+
+    @property
+    def num_unfilled_blocks(self) -> int:
+        """Blocks that are promised and not filled in; 0 when idle."""
+        return len(self._unfilled)
+
+    def add_reports(self, reports: Mapping[str, RequestReport]) -> None:
+        """Take in what the worker says of a step; requests that were aborted meanwhile are passed over."""
+        for request_id, report in reports.items():
+            self._reports.add(request_id, report)
 
     def apply(self, missing: Sequence[SegmentKey], events: Iterable[StoreEvent]) -> None:
         """Bring the index up to date with what the worker's store lacked and, after that, with what it did."""
@@ -126,20 +168,3 @@ class SchedulerSide:
             self.index.insert([event.key], event.tier)
             if event.kind == "tier_changed" and event.tier is Tier.DISK:
                 self.index.remove([event.key], Tier.HOST)
-
-    def _drop_unfinished(self, request_id: str) -> Sequence[int]:
-        unfinished = self._unfinished.pop(request_id, None)
-        return unfinished.block_ids[unfinished.num_filled :] if unfinished else ()
-
-    def _trusted_prefix(self, prefix_tokens: int, block_ids: Sequence[int]) -> int:
-        """L_gpu without blocks that another request has allocated but not yet filled in (chunked prefill)."""
-        trusted = prefix_tokens // self._block_size
-        for other in self._unfinished.values():
-            shared = 0
-            for mine, theirs in zip(block_ids[:trusted], other.block_ids, strict=False):
-                if mine != theirs:
-                    break
-                shared += 1
-            if shared > other.num_filled:
-                trusted = other.num_filled
-        return trusted * self._block_size
