@@ -47,8 +47,8 @@ def test_generation_computes_each_missing_token_once(
     computed: dict[int, list[TokenRange]] = {}
     for one in passes:
         assert 0 < one.num_tokens <= capacity.tokens
-        assert len(one.sub_requests) <= capacity.rows
-        for row in one.sub_requests:
+        assert len(one.rows) <= capacity.rows
+        for row in one.rows:
             start = row.token_ids[0]
             computed.setdefault(start, []).append((row.num_computed, row.num_computed + row.num_scheduled))
             assert row.block_ids[0] == plan.block_ids[start // BLOCK]
@@ -78,27 +78,27 @@ def test_recomputation_covers_all_ranges_in_order(
         num_tokens = ranges[-1][1] if final else 500
         work.append(Recomputation(make_step(str(number), num_tokens, final=final), tuple(ranges)))
     passes = recomputation_passes(work, capacity, last)
-    finals = [item for item in work if item.plan.is_final]
-    assert [row.plan for row in passes[-1].finals] == [item.plan for item in finals]
-    assert all(not one.finals for one in passes[:-1])
-    order = []
-    for one in passes:
-        if one is not passes[-1]:
-            assert one.num_tokens <= capacity.tokens and len(one.sub_requests) <= capacity.rows
-        order += [(id(row.block_ids), row.num_computed) for row in one.sub_requests]
+    finals = [item.plan.request_id for item in work if item.plan.is_final]
+    assert [row.request_id for row in passes[-1].rows if row.is_request] == finals
+    assert not any(row.is_request for one in passes[:-1] for row in one.rows)
+    if len(passes) == 1:
+        assert passes[0].num_tokens <= last.tokens and len(passes[0].rows) <= last.rows
+    for one in passes[:-1]:
+        assert one.num_tokens <= capacity.tokens and len(one.rows) <= capacity.rows
+    rows = [row for one in passes for row in one.rows if row.num_scheduled > 1 or not row.is_request]
+    # A request may depend on those before it: no row of a later one comes before a row of an earlier one.
+    assert [row.request_id for row in rows] == sorted((row.request_id for row in rows), key=int)
     for item in work:
-        mine = [position for blocks, position in order if blocks == id(item.plan.block_ids)]
-        assert mine == sorted(mine)
-        rows = [
-            (row.num_computed, row.num_computed + row.num_scheduled)
-            for one in passes
-            for row in one.sub_requests
-            if row.block_ids is item.plan.block_ids
+        mine = [row for row in rows if row.request_id == item.plan.request_id]
+        assert [row.num_computed for row in mine] == sorted(row.num_computed for row in mine)
+        computed = [(row.num_computed, row.num_computed + row.num_scheduled) for row in mine]
+        computed += [
+            (row.num_computed, len(row.token_ids))
+            for row in passes[-1].rows
+            if row.is_request and row.request_id == item.plan.request_id
         ]
-        rows += [
-            (row.num_computed, len(row.plan.token_ids)) for row in passes[-1].finals if row.plan is item.plan
-        ]
-        assert union(rows) == union(item.ranges)
+        assert union(computed) == union(item.ranges)
+        assert all(row.block_ids == item.plan.block_ids for row in mine)
 
 
 def test_one_pass_where_everything_fits() -> None:
@@ -107,8 +107,10 @@ def test_one_pass_where_everything_fits() -> None:
         [Recomputation(step, ((32, 40), (90, 100)))], Capacity(64, 4), Capacity(64, 4)
     )
     assert len(passes) == 1
-    assert [row.num_scheduled for row in passes[0].sub_requests] == [8]
-    assert passes[0].finals[0].num_computed == 90
+    assert [(row.num_computed, row.num_scheduled, row.is_request) for row in passes[0].rows] == [
+        (32, 8, False),
+        (90, 10, True),
+    ]
 
 
 def test_nothing_to_recompute_is_one_empty_pass() -> None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from daric_rag.config import DaricConfig
-from daric_rag.engine.worker.passes import SubRequest
+from daric_rag.engine.worker.layer_hooks import LayerHooks
+from daric_rag.engine.worker.passes import Row
 from daric_rag.engine.worker.rope import RopeParameters, delta_table, rotate
 from daric_rag.engine.worker.self_check import check_against_prefill
-from daric_rag.engine.worker.worker_side import WorkerSide
 from daric_rag.errors import UnsupportedModelError
 
 BLOCK, HEADS, DIM, VOCABULARY = 32, 2, 32, 500
@@ -27,19 +25,14 @@ class FirstLayer:
         draw = torch.Generator().manual_seed(0)
         self.keys, self.values = torch.randn(2, VOCABULARY, HEADS, DIM, generator=draw)
         self.rope = rope
-        self.rows: list[SubRequest] = []
+        self.rows: list[Row] = []
         self.cache = torch.full((num_blocks, HEADS, BLOCK, 2 * DIM), torch.nan)
-        vllm_config = SimpleNamespace(
-            model_config=SimpleNamespace(model="m", dtype=torch.float32),
-            parallel_config=SimpleNamespace(rank=0),
-        )
-        self.side = WorkerSide(vllm_config, DaricConfig(host_bytes=1 << 20), b"r" * 32)  # type: ignore[arg-type]
-        self.side.register_kv_caches({"model.layers.0.attn": self.cache})
-        self.side.set_rope(ROPE)
+        self.hooks = LayerHooks({"model.layers.0.attn": self.cache}, torch.float32)
+        self.hooks.set_rope(ROPE)
 
-    def run(self, row: SubRequest) -> None:
+    def run(self, row: Row) -> None:
         self.rows.append(row)
-        layout = self.side._get_layout()
+        layout = self.hooks.layout
         tokens = torch.tensor(row.token_ids)
         keys = rotate(
             self.keys[tokens],
@@ -57,7 +50,7 @@ class FirstLayer:
 
     def check(self, max_tokens: int = 8192) -> None:
         check_against_prefill(
-            self.side, self.run, block_size=BLOCK, vocab_size=VOCABULARY, max_tokens=max_tokens
+            self.hooks, self.run, block_size=BLOCK, vocab_size=VOCABULARY, max_tokens=max_tokens
         )
 
 
@@ -86,7 +79,7 @@ def test_values_that_depend_on_the_position_are_refused() -> None:
     layer = FirstLayer(ROPE)
     compute = layer.run
 
-    def run(row: SubRequest) -> None:
+    def run(row: Row) -> None:
         compute(row)
         layer.values = layer.values + 0.1
 

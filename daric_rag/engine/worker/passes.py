@@ -1,14 +1,15 @@
-"""Cutting a step's work into forward passes of sub-requests that fit the model runner. Pure logic.
+"""Cutting a step's work into forward passes that fit the model runner. Pure logic.
 
 A *sub-request* is a row of the batch that does not exist for vLLM's scheduler. In the cache-generation phase it
 is a missing chunk on its own, at positions from 0; in the partial-recomputation phase it is one range of the
-recomputation index set, with the whole prompt before it.
+recomputation index set, with the whole prompt before it. The last range of a prompt is the request itself, from
+which vLLM samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from daric_rag.engine.scheduling.plan import ChunkWork, StepPlan
 from daric_rag.engine.token_ranges import TokenRange
@@ -24,10 +25,19 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class SubRequest:
-    """One row: compute `num_scheduled` tokens of `token_ids` after `num_computed`, in the blocks `block_ids`.
+class Recomputation:
+    """A request's part in the partial-recomputation phase: sorted, disjoint ranges."""
 
-    `request_id`: the request that it works for, whose LoRA adapter it uses.
+    plan: StepPlan
+    ranges: tuple[TokenRange, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Compute `num_scheduled` tokens of `token_ids` after `num_computed`, in the blocks `block_ids`.
+
+    `request_id`: the request that it works for, whose LoRA adapter it uses. `is_request`: it is that request
+    itself, and computes its last token; otherwise it is a sub-request.
     """
 
     request_id: str
@@ -35,44 +45,21 @@ class SubRequest:
     block_ids: tuple[int, ...]
     num_computed: int
     num_scheduled: int
-
-
-@dataclass(frozen=True)
-class FinalRow:
-    """The request itself, computing its last tokens from `num_computed` on; vLLM samples from it."""
-
-    plan: StepPlan
-    num_computed: int
-
-    @property
-    def num_scheduled(self) -> int:
-        """Tokens that the row computes."""
-        return len(self.plan.token_ids) - self.num_computed
+    is_request: bool = False
 
 
 @dataclass(frozen=True)
 class Pass:
     """One forward pass. `starts` and `completes`: chunks whose generation begins and ends with this pass."""
 
-    sub_requests: tuple[SubRequest, ...] = ()
-    finals: tuple[FinalRow, ...] = ()
+    rows: tuple[Row, ...] = ()
     starts: tuple[Generation, ...] = ()
     completes: tuple[Generation, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         """Tokens that the pass computes."""
-        return sum(row.num_scheduled for row in self.sub_requests) + sum(
-            row.num_scheduled for row in self.finals
-        )
-
-
-@dataclass(frozen=True)
-class Recomputation:
-    """A request's part in the partial-recomputation phase: sorted, disjoint ranges."""
-
-    plan: StepPlan
-    ranges: tuple[TokenRange, ...]
+        return sum(row.num_scheduled for row in self.rows)
 
 
 @dataclass(frozen=True)
@@ -99,7 +86,7 @@ def generation_passes(generations: Sequence[Generation], capacity: Capacity, blo
         while position < len(tokens):
             starts = position == generation.num_loaded
             size = packer.room(len(tokens) - position)
-            row = SubRequest(plan.request_id, tokens, blocks, position, size)
+            row = Row(plan.request_id, tokens, blocks, position, size)
             position += size
             packer.add(row, generation if starts else None, generation if position == len(tokens) else None)
     return packer.passes()
@@ -108,42 +95,31 @@ def generation_passes(generations: Sequence[Generation], capacity: Capacity, blo
 def recomputation_passes(work: Sequence[Recomputation], capacity: Capacity, last: Capacity) -> list[Pass]:
     """The partial-recomputation phase; requests that reach their end are rows of the last pass.
 
-    `last`: what the last pass can take beside the other requests that ride in it. Requests come in the order
-    in which they may depend on each other's blocks, and ranges in prompt order, so splitting keeps causality.
+    `last`: what the last pass can take beside the other requests in it. Requests come in the order in which they
+    may depend on each other's blocks, and ranges in prompt order, so splitting keeps causality.
     """
-    finals = tuple(
-        FinalRow(item.plan, item.ranges[-1][0]) for item in work if item.plan.is_final and item.ranges
-    )
-    rows = tuple(
-        _range_row(item.plan, start, end)
-        for item in work
-        for start, end in (item.ranges[:-1] if item.plan.is_final else item.ranges)
-    )
-    everything = Pass(sub_requests=rows, finals=finals)
-    if everything.num_tokens <= last.tokens and len(rows) + len(finals) <= last.rows:
+    rows = [_row(item.plan, start, end) for item in work for start, end in item.ranges]
+    everything = Pass(tuple(rows))
+    if everything.num_tokens <= last.tokens and len(rows) <= last.rows:
         return [everything]
-    return [*_split(work, capacity), _last_tokens(finals)]
-
-
-def _split(work: Iterable[Recomputation], capacity: Capacity) -> list[Pass]:
-    """All ranges as sub-requests, in as many passes as it takes."""
     packer = _Packer(capacity)
-    for item in work:
-        for start, end in item.ranges:
-            while start < end:
-                size = packer.room(end - start)
-                packer.add(_range_row(item.plan, start, start + size))
-                start += size
-    return packer.passes()
+    for row in rows:
+        start, end = row.num_computed, row.num_computed + row.num_scheduled
+        while start < end:
+            size = packer.room(end - start)
+            packer.add(replace(row, num_computed=start, num_scheduled=size, is_request=False))
+            start += size
+    # The requests' last tokens once more: their KV is there already, only the logits are wanted.
+    ends = (item.plan for item in work if item.plan.is_final)
+    return [
+        *packer.passes(),
+        Pass(tuple(_row(plan, len(plan.token_ids) - 1, len(plan.token_ids)) for plan in ends)),
+    ]
 
 
-def _last_tokens(finals: Iterable[FinalRow]) -> Pass:
-    """The requests' last tokens once more: their KV is there already, only the logits are wanted."""
-    return Pass(finals=tuple(FinalRow(row.plan, len(row.plan.token_ids) - 1) for row in finals))
-
-
-def _range_row(plan: StepPlan, start: int, end: int) -> SubRequest:
-    return SubRequest(plan.request_id, plan.token_ids, plan.block_ids, start, end - start)
+def _row(plan: StepPlan, start: int, end: int) -> Row:
+    is_request = plan.is_final and end == len(plan.token_ids)
+    return Row(plan.request_id, plan.token_ids, plan.block_ids, start, end - start, is_request)
 
 
 class _Packer:
@@ -155,7 +131,7 @@ class _Packer:
         self._clear()
 
     def _clear(self) -> None:
-        self._rows: list[SubRequest] = []
+        self._rows: list[Row] = []
         self._starts: list[Generation] = []
         self._completes: list[Generation] = []
         self._tokens = 0
@@ -166,9 +142,7 @@ class _Packer:
             self._close()
         return min(wanted, self._capacity.tokens - self._tokens)
 
-    def add(
-        self, row: SubRequest, starts: Generation | None = None, completes: Generation | None = None
-    ) -> None:
+    def add(self, row: Row, starts: Generation | None = None, completes: Generation | None = None) -> None:
         self._rows.append(row)
         self._tokens += row.num_scheduled
         if starts is not None:
@@ -182,5 +156,5 @@ class _Packer:
 
     def _close(self) -> None:
         if self._rows:
-            self._done.append(Pass(tuple(self._rows), (), tuple(self._starts), tuple(self._completes)))
+            self._done.append(Pass(tuple(self._rows), tuple(self._starts), tuple(self._completes)))
         self._clear()

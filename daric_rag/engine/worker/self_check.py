@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from daric_rag.engine.worker.passes import SubRequest
-from daric_rag.engine.worker.worker_side import WorkerSide
+import torch
+
+from daric_rag.engine.worker.layer_hooks import LayerHooks
+from daric_rag.engine.worker.passes import Row
+from daric_rag.engine.worker.transfer.ops import NO_RECORD, TransferRange, gather_, rotate_
 from daric_rag.errors import UnsupportedModelError
 
 # Block 0 is vLLM's own; before the first request all others are free, and nothing in them is trusted later.
@@ -19,8 +22,8 @@ _FIRST_TOKEN = 11
 
 
 def check_against_prefill(
-    side: WorkerSide,
-    run: Callable[[SubRequest], None],
+    hooks: LayerHooks,
+    run: Callable[[Row], None],
     *,
     block_size: int,
     vocab_size: int,
@@ -32,15 +35,45 @@ def check_against_prefill(
     much, of tokens or of memory, is not checked. Must be called before the engine's first request. Raises
     `UnsupportedModelError` with the difference if it is larger than rounding explains.
     """
-    if side.num_blocks < _NEEDED_BLOCKS or 2 * block_size > max_tokens:
+    if hooks.num_blocks < _NEEDED_BLOCKS or 2 * block_size > max_tokens:
         return
     tokens = tuple((_FIRST_TOKEN + 7 * number) % vocab_size for number in range(2 * block_size))
     first, second, alone = _BLOCKS
-    run(SubRequest("", tokens, (first, second), 0, len(tokens)))
-    run(SubRequest("", tokens[block_size:], (alone,), 0, block_size))
-    difference, tolerance = side.reencoding_error(second, alone, block_size)
+    run(Row("", tokens, (first, second), 0, len(tokens)))
+    run(Row("", tokens[block_size:], (alone,), 0, block_size))
+    difference, tolerance = _reencoding_error(hooks, second, alone, block_size)
     if not difference <= tolerance:  # NaN is no pass either
         raise UnsupportedModelError(
             "KV reuse is not possible for this model: in the start-up check its re-encoded keys and values differ "
             f"from those of a full prefill by {difference:.1e} of their size (allowed: {tolerance:.0e})."
         )
+
+
+def _reencoding_error(hooks: LayerHooks, block: int, alone: int, num_tokens: int) -> tuple[float, float]:
+    """Re-encode block `alone` by `num_tokens` positions and compare its first layer with that of `block`.
+
+    Returns the largest difference of keys or values, as a share of the largest of them, and what rounding in
+    the dtypes of engine and store explains.
+    """
+    cache = hooks.caches[0]
+    rotate, gather = hooks.builder(), hooks.builder()
+    rotate.block_tables = [alone]
+    rotate.ranges = [TransferRange(NO_RECORD, 0, 0, num_tokens, 0, 0, rotate.rope_row(num_tokens))]
+    gather.block_tables = [block, alone]
+    shape = (2, hooks.num_layers, 2, num_tokens, hooks.num_kv_heads, hooks.head_dim)
+    records = torch.zeros(shape, dtype=hooks.dtype, pin_memory=cache.device.type == "cuda")
+    gather.ranges = [
+        TransferRange(record.data_ptr(), num_tokens, 0, num_tokens, 0, offset)
+        for offset, record in enumerate(records)
+    ]
+    rotation, saving = rotate.build(), gather.build()
+    assert rotation is not None and saving is not None
+    rotate_(cache, hooks.layout, rotation, 0, rotate.rope_table())
+    gather_(cache, hooks.layout, saving, 0)
+    if cache.device.type == "cuda":
+        torch.cuda.current_stream().synchronize()
+    inside, moved = records[:, 0].float()
+    size = inside.flatten(1).abs().amax(1)
+    difference = ((inside - moved).flatten(1).abs().amax(1) / size).max()
+    exact = hooks.dtype == cache.dtype == torch.float32
+    return float(difference), 1e-3 if exact else 3e-2

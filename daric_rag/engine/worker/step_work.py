@@ -1,0 +1,201 @@
+"""One step of reuse: where each chunk's KV comes from, and what is recomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from daric_rag.engine.keys import SegmentKey
+from daric_rag.engine.metrics import RequestReport
+from daric_rag.engine.scheduling.plan import ChunkWork, StepPlan, clip
+from daric_rag.engine.storage.base import ReadHandle
+from daric_rag.engine.token_ranges import TokenRange, total, union
+from daric_rag.engine.worker.passes import Generation, Recomputation
+
+if TYPE_CHECKING:
+    from daric_rag.engine.storage.store import KVStore
+
+Agree = Callable[[Sequence[int]], Sequence[int]]
+"""From one number per chunk on this rank to the smallest of all ranks'; the same call on every rank."""
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedChunk:
+    """A chunk whose KV comes from the store; `handles` are its pinned segments from `first_segment` on."""
+
+    plan: StepPlan
+    chunk: ChunkWork
+    first_segment: int
+    handles: tuple[ReadHandle, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every segment that must be written is pinned."""
+        return self.first_segment + len(self.handles) == len(self.chunk.segments)
+
+    def has_arrived(self, layer: int) -> bool:
+        """Whether the bytes of `layer` are all in memory."""
+        return all(handle.is_ready(layer) for handle in self.handles)
+
+
+@dataclass
+class StepWork:
+    """The chunks of a step's plans, sorted; pins of what is loaded are held inside the `with` block.
+
+    `loads`: chunks to load whole. `generations`: chunks to generate before anything is recomputed, of which
+    `prefixes` have a beginning to load first. `repeats`: chunks that another request generates in this step.
+    `live`: by request, the ranges whose only source is the recomputation phase.
+    """
+
+    plans: Sequence[StepPlan]
+    store: KVStore
+    num_layers: int
+    agree: Agree
+    loads: list[LoadedChunk] = field(default_factory=list)
+    generations: list[Generation] = field(default_factory=list)
+    prefixes: list[LoadedChunk] = field(default_factory=list)
+    repeats: list[LoadedChunk] = field(default_factory=list)
+    live: dict[str, list[TokenRange]] = field(default_factory=dict)
+    recomputations: list[Recomputation] = field(default_factory=list)
+    reports: dict[str, RequestReport] = field(default_factory=dict)
+    missing: list[SegmentKey] = field(default_factory=list)
+
+    def __enter__(self) -> StepWork:
+        for plan in self.plans:
+            self.reports[plan.request_id] = RequestReport(plan.attempt)
+            self.live[plan.request_id] = list(plan.live)
+        self._sort([(plan, chunk) for plan in self.plans for chunk in plan.chunks])
+        self._plan_recomputations()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for loaded in (*self.loads, *self.prefixes):
+            self._release(loaded.handles)
+
+    def take_generations(self) -> list[Generation]:
+        """The chunks that the next cache-generation phase computes."""
+        generations, self.generations = self.generations, []
+        return generations
+
+    def load_repeats(self) -> None:
+        """A cache-generation phase is over: what other requests wanted of it is loaded.
+
+        What could not be stored is generated once more, in a further phase.
+        """
+        repeats, self.repeats = self.repeats, []
+        self._sort([(loaded.plan, loaded.chunk) for loaded in repeats])
+
+    def give_up(self, damaged: Sequence[LoadedChunk]) -> bool:
+        """Generate chunks that a pass found damaged; True if there are any on a rank, and the pass must be repeated."""
+        intact = self.agree([loaded not in damaged for loaded in self.loads])
+        given_up = [loaded for loaded, is_intact in zip(self.loads, intact, strict=True) if not is_intact]
+        for loaded in given_up:
+            self.loads.remove(loaded)
+            self.reports[loaded.plan.request_id].loaded_tokens -= loaded.chunk.end - loaded.chunk.write_from
+            self._release(loaded.handles)
+            self._sort_chunk(replace(loaded, handles=()))
+        if given_up:
+            self._plan_recomputations()
+        return bool(given_up)
+
+    # ---- from plans to sources ----
+
+    def _sort(self, wanted: Sequence[tuple[StepPlan, ChunkWork]]) -> None:
+        """Decide, chunk by chunk, between load, generation and full context, for all ranks alike."""
+        # All reads are under way before the first is waited for.
+        found = self._agreed([self._acquire(plan, chunk) for plan, chunk in wanted])
+        # A warm request writes nothing, so nothing else would notice a damaged record; and a generation pass
+        # needs its beginning before it starts.
+        found = self._agreed(
+            [self._verified(one) if one.plan.warm or not one.is_whole else one for one in found]
+        )
+        for loaded in found:
+            self._sort_chunk(loaded)
+
+    def _acquire(self, plan: StepPlan, chunk: ChunkWork) -> LoadedChunk:
+        """Pin what the store has of the chunk, from the first segment that must be written on.
+
+        The index may not know yet of a record that is there; one that it promised and that is not is reported.
+        """
+        first = next(
+            (n for n, segment in enumerate(chunk.segments) if chunk.start + segment.end > chunk.write_from), 0
+        )
+        handles: list[ReadHandle] = []
+        for number, segment in enumerate(chunk.segments[first:], first):
+            if number >= chunk.num_cached and self.store.contains(segment.key) is None:
+                break
+            handle = self.store.acquire(segment.key)
+            if handle is None:
+                self.missing.append(segment.key)
+                break
+            if handle.num_tokens != segment.num_tokens:
+                self.store.release(handle)
+                break
+            handles.append(handle)
+        return LoadedChunk(plan, chunk, first, tuple(handles))
+
+    def _verified(self, loaded: LoadedChunk) -> LoadedChunk:
+        """Wait for the chunk's bytes; from the first damaged segment on its pins are given back."""
+        for number, handle in enumerate(loaded.handles):
+            if not all(map(handle.wait, range(self.num_layers))):
+                return self._keep(loaded, number)
+        return loaded
+
+    def _agreed(self, found: Sequence[LoadedChunk]) -> list[LoadedChunk]:
+        """Keep of every chunk the segments that all ranks have."""
+        counts = self.agree([len(loaded.handles) for loaded in found])
+        return [self._keep(loaded, count) for loaded, count in zip(found, counts, strict=True)]
+
+    def _keep(self, loaded: LoadedChunk, count: int) -> LoadedChunk:
+        if count == len(loaded.handles):
+            return loaded
+        self._release(loaded.handles[count:])
+        return replace(loaded, handles=loaded.handles[:count])
+
+    def _sort_chunk(self, loaded: LoadedChunk) -> None:
+        plan, chunk, handles = loaded.plan, loaded.chunk, loaded.handles
+        report = self.reports[plan.request_id]
+        if chunk.write_from == chunk.start and not loaded.is_whole and self._is_generated(chunk):
+            self._release(handles)
+            self.repeats.append(loaded)
+            return
+        report.failed_segments += max(0, chunk.num_cached - loaded.first_segment - len(handles))
+        if loaded.is_whole:
+            self.loads.append(loaded)
+            report.loaded_tokens += chunk.end - chunk.write_from
+        elif chunk.write_from > chunk.start:
+            # Its beginning lies in blocks of the engine's prefix cache, re-encoded already and perhaps shared:
+            # it cannot be generated on its own there.
+            self._release(handles)
+            self.live[plan.request_id].append((chunk.write_from, chunk.end))
+        else:
+            num_loaded = chunk.segments[len(handles) - 1].end if handles else 0
+            if handles:
+                self.prefixes.append(loaded)
+            self.generations.append(Generation(plan, chunk, num_loaded))
+            report.loaded_tokens += num_loaded
+            report.generated_tokens += chunk.end - chunk.start - num_loaded
+
+    def _is_generated(self, chunk: ChunkWork) -> bool:
+        """Whether the coming cache-generation phase computes these very tokens for another request."""
+        key = chunk.segments[-1].key
+        return any(other.chunk.segments[-1].key == key for other in self.generations)
+
+    def _plan_recomputations(self) -> None:
+        """What the partial-recomputation phase computes, from the plans and from what has become live."""
+        self.recomputations.clear()
+        for plan in self.plans:
+            live, report = self.live[plan.request_id], self.reports[plan.request_id]
+            ranges = union(plan.recompute, live)
+            # Text generated before a preemption is computed again too, but is no part of the prompt.
+            end = len(plan.token_ids) if plan.num_prompt_tokens is None else plan.num_prompt_tokens
+            report.live_tokens = total(clip(union(live), (0, end)))
+            report.recomputed_ranges = clip(ranges, (0, end))
+            report.recomputed_tokens = total(report.recomputed_ranges)
+            if ranges:
+                self.recomputations.append(Recomputation(plan, tuple(ranges)))
+
+    def _release(self, handles: Iterable[ReadHandle]) -> None:
+        for handle in handles:
+            self.store.release(handle)

@@ -1,0 +1,107 @@
+"""From the chunks of a pass to the ranges that the transfer kernels move."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from daric_rag.engine.storage.base import WriteHandle
+from daric_rag.engine.storage.store import KVStore
+from daric_rag.engine.token_ranges import TokenRange, subtract
+from daric_rag.engine.worker.kv_layout import KVLayout
+from daric_rag.engine.worker.passes import Generation
+from daric_rag.engine.worker.rope import RopeParameters, delta_table
+from daric_rag.engine.worker.step_work import LoadedChunk
+from daric_rag.engine.worker.transfer.ops import (
+    NO_RECORD,
+    NO_ROTATION,
+    RopeTable,
+    TransferPlan,
+    TransferRange,
+)
+
+
+class TransferBuilder:
+    """Collects the ranges of one transfer; every request's block table and every Δposition appears once."""
+
+    def __init__(
+        self, layout: KVLayout, num_blocks: int, num_layers: int, dtype: torch.dtype, rope: RopeParameters
+    ) -> None:
+        self._layout = layout
+        self._num_blocks = num_blocks
+        self._num_layers = num_layers
+        self._dtype = dtype
+        self._rope = rope
+        self.ranges: list[TransferRange] = []
+        self.block_tables: list[int] = []
+        self._deltas: dict[int, int] = {}
+        self._offsets: dict[str, int] = {}
+
+    def rope_row(self, delta: int) -> int:
+        """Row of the rotation by `delta` positions; none for 0."""
+        return self._deltas.setdefault(delta, len(self._deltas)) if delta else NO_ROTATION
+
+    def _table(self, request_id: str, block_ids: Sequence[int]) -> int:
+        """Where the request's block table starts."""
+        if request_id not in self._offsets:
+            self._offsets[request_id] = len(self.block_tables)
+            self.block_tables.extend(block_ids)
+        return self._offsets[request_id]
+
+    def add_load(self, loaded: LoadedChunk, recomputed: Sequence[TokenRange], *, reencode: bool) -> None:
+        """Write a chunk's segments into its blocks, without the positions that are recomputed."""
+        chunk, plan = loaded.chunk, loaded.plan
+        offset = self._table(plan.request_id, plan.block_ids)
+        row = self.rope_row(chunk.start) if reencode else NO_ROTATION
+        segments = chunk.segments[loaded.first_segment :]
+        for segment, handle in zip(segments, loaded.handles, strict=False):
+            begin = chunk.start + segment.start
+            wanted = [(max(begin, chunk.write_from), chunk.start + segment.end)]
+            for start, end in subtract(wanted, recomputed):
+                source = (handle.address, handle.num_tokens, start - begin)
+                self.ranges.append(TransferRange(*source, end - start, start, offset, row))
+
+    def add_save(self, generation: Generation, store: KVStore) -> list[WriteHandle]:
+        """Read a generated chunk's segments out of its blocks; the handles of those that the store can take."""
+        chunk, plan = generation.chunk, generation.plan
+        offset = self._table(plan.request_id, plan.block_ids)
+        handles = []
+        for segment in chunk.segments:
+            if segment.end <= generation.num_loaded:
+                continue
+            count = segment.num_tokens
+            handle = store.reserve(segment.key, segment.parent, count, namespace=plan.namespace)
+            if handle is not None:
+                handles.append(handle)
+                start = chunk.start + segment.start
+                self.ranges.append(TransferRange(handle.address, count, 0, count, start, offset))
+        return handles
+
+    def add_rotation(self, generation: Generation) -> None:
+        """Rotate a generated chunk's keys from chunk-relative positions to those it has in the prompt."""
+        chunk, plan = generation.chunk, generation.plan
+        if chunk.start > 0:
+            offset, row = self._table(plan.request_id, plan.block_ids), self.rope_row(chunk.start)
+            count = chunk.end - chunk.start
+            self.ranges.append(TransferRange(NO_RECORD, 0, 0, count, chunk.start, offset, row))
+
+    def build(self) -> TransferPlan | None:
+        """The checked plan; None if there is nothing to move."""
+        if not self.ranges:
+            return None
+        return TransferPlan.build(
+            self.ranges,
+            self.block_tables,
+            layout=self._layout,
+            num_blocks=self._num_blocks,
+            num_layers=self._num_layers,
+            storage_dtype=self._dtype,
+        )
+
+    def rope_table(self) -> RopeTable | None:
+        """The rotations of the plan; None if it has none."""
+        if not self._deltas:
+            return None
+        cos, sin = delta_table(self._rope, list(self._deltas))
+        return RopeTable(cos, sin, self._rope.rotary_dim, self._rope.neox)
