@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from daric_rag.config import DaricConfig
 from daric_rag.engine.event_loop import gather
 from daric_rag.engine.input_processor import InputProcessor, ProcessedPrompt, Prompt
-from daric_rag.engine.metrics import RequestMetrics, Totals
+from daric_rag.engine.metrics import RequestMetrics, Totals, over_ranks
 from daric_rag.engine.requests import build_request, is_one_prompt, warm_request
 from daric_rag.engine.result import Completion, GenerationResult, StreamChunk, WarmResult, build_metrics
 from daric_rag.errors import DaricError, EngineClosedError
@@ -135,7 +135,7 @@ class Calls:
         async with self._errors():
             stores = await self._open.collective_rpc("daric_stats")
         unfinished = self._open.get_num_unfinished_requests()
-        return {**self._totals.to_dict(), "unfinished_requests": unfinished, "store": stores[0]}
+        return {**self._totals.to_dict(), "unfinished_requests": unfinished, "store": over_ranks(stores)}
 
     async def shut_down(self, timeout: float) -> None:
         """End vLLM's processes within `timeout` seconds, time to write what the disk tier holds in memory, and

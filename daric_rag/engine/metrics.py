@@ -8,6 +8,7 @@ a cache directory keeps over all engines.
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -134,7 +135,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class StoreStats:
-    """Counters of one store since it was opened; sizes in bytes."""
+    """Counters of one store, that of one rank, since it was opened; sizes in bytes."""
 
     host_bytes: int = 0
     host_budget: int = 0
@@ -156,6 +157,11 @@ class StoreStats:
     damaged: int = 0
     write_errors: int = 0
     read_only: bool = False
+
+
+def over_ranks(stores: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The `StoreStats` of all ranks, as dicts, added up; a flag is set if it is set on any of them."""
+    return {name: type(value)(sum(store[name] for store in stores)) for name, value in stores[0].items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from daric_rag.engine.launch import CONFIG_KEY
 from daric_rag.engine.metrics import RequestReport
 from daric_rag.engine.scheduling.index.opening import open_index
 from daric_rag.engine.scheduling.plan import EXTRA_ARGS_KEY, ChunkLayout, StepPlan
+from daric_rag.engine.scheduling.rank_copies import RankCopies
 from daric_rag.engine.scheduling.scheduler_side import ScheduledRequest, SchedulerSide
 from daric_rag.engine.storage.base import StoreEvent
 from daric_rag.engine.worker.worker_side import WorkerSide
@@ -50,15 +51,21 @@ class DaricMetadata(KVConnectorMetadata):
 
 @dataclass
 class DaricWorkerMetadata(KVConnectorWorkerMetadata):
-    """Worker to scheduler, every step: what the store did, and what happened to the requests' tokens."""
+    """Workers to scheduler, every step: what became of requests' tokens, and by rank what its store lacked and did.
 
-    missing: list[SegmentKey]
-    events: list[StoreEvent]
+    The reports tell what all ranks did together; their seconds are those of the first.
+    """
+
+    missing: dict[int, list[SegmentKey]]
+    events: dict[int, list[StoreEvent]]
     reports: dict[str, RequestReport]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """All ranks store and evict the same segments; the first rank speaks for them."""
-        return self
+        """What all ranks tell."""
+        assert isinstance(other, DaricWorkerMetadata)
+        return DaricWorkerMetadata(
+            self.missing | other.missing, self.events | other.events, other.reports | self.reports
+        )
 
 
 class DaricConnector(KVConnectorBase_V1):
@@ -81,6 +88,7 @@ class DaricConnector(KVConnectorBase_V1):
             num_ranks = vllm_config.parallel_config.tensor_parallel_size
             index = open_index(self._config, self._root("", ""), num_ranks)
             self.scheduler_side = SchedulerSide(index, self._block_size)
+            self._copies = RankCopies(vllm_config.parallel_config.tensor_parallel_size)
         else:
             self.worker_side = WorkerSide(vllm_config, self._config, self._root("", ""))
 
@@ -148,7 +156,7 @@ class DaricConnector(KVConnectorBase_V1):
         """Bring the index up to date."""
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, DaricWorkerMetadata):
-            self._scheduler.apply(meta.missing, meta.events)
+            self._scheduler.apply(*self._copies.merge(meta.missing, meta.events))
             self._scheduler.add_reports(meta.reports)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -224,7 +232,9 @@ class DaricConnector(KVConnectorBase_V1):
             return None
         side = self._worker
         missing, events, reports = side.take_missing(), side.take_events(), side.take_reports()
-        return DaricWorkerMetadata(missing, events, reports) if missing or events or reports else None
+        if not (missing or events or reports):
+            return None
+        return DaricWorkerMetadata({side.rank: missing}, {side.rank: events}, reports)
 
     def shutdown(self) -> None:
         """Close the store or the index."""

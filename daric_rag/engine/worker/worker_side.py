@@ -16,6 +16,7 @@ from daric_rag.engine.metrics import RequestReport
 from daric_rag.engine.scheduling.plan import StepPlan
 from daric_rag.engine.storage.base import RecordSpec, StoreEvent
 from daric_rag.engine.storage.opening import open_store
+from daric_rag.engine.worker.agreement import least_of_all_ranks
 from daric_rag.engine.worker.layer_hooks import LayerHooks
 from daric_rag.engine.worker.step_work import StepWork
 
@@ -32,6 +33,7 @@ class WorkerSide:
         self._vllm_config = vllm_config
         self._config = config
         self._root = root
+        self.rank: int = vllm_config.parallel_config.rank
         self._store: KVStore | None = None
         self._hooks: LayerHooks | None = None
         self._reports: dict[str, RequestReport] = {}
@@ -49,7 +51,7 @@ class WorkerSide:
             RecordSpec(hooks.num_layers, hooks.num_kv_heads, hooks.head_dim, dtype),
             self._root,
             model_id=self._vllm_config.model_config.model,
-            rank=self._vllm_config.parallel_config.rank,
+            rank=self.rank,
             pin_memory=hooks.caches[0].device.type == "cuda",
         )
 
@@ -70,7 +72,7 @@ class WorkerSide:
         """Around the passes of a step: what it loads is pinned inside, its reports are published at the end."""
         self.in_step = True
         self.num_reuse_steps += 1
-        work = StepWork(plans, self.store, self.hooks.num_layers, agree=list)
+        work = StepWork(plans, self.store, self.hooks.num_layers, least_of_all_ranks)
         try:
             with work:
                 yield work
