@@ -18,11 +18,16 @@ from pathlib import Path
 
 import torch
 
-from daric_rag.engine.worker.kv_layout import KVLayout, learn_cpu_layout
-from daric_rag.engine.worker.transfer import kernels as transfer_kernels
-from daric_rag.engine.worker.transfer import ops as transfer
-from daric_rag.engine.worker.transfer import reference as transfer_reference
-from daric_rag.engine.worker.transfer.ops import RopeTable, TransferPlan, TransferRange
+from daric_rag.engine.worker.kv_layout import KVCaches
+from daric_rag.engine.worker.transfer import (
+    Kind,
+    RopeTable,
+    Transfer,
+    TransferPlan,
+    TransferRange,
+    kernels,
+)
+from daric_rag.engine.worker.transfer.reference import Reference
 
 SEGMENT_TOKENS = 256
 
@@ -41,8 +46,6 @@ class Shape:
 class Prompt:
     """Records of a prompt's segments, the blocks they belong to, and what moves them."""
 
-    layout: KVLayout
-    caches: list[torch.Tensor]
     records: list[torch.Tensor]
     plan: TransferPlan
     rope: RopeTable
@@ -62,10 +65,9 @@ def make_prompt(
     shape: Shape, tokens: int, block_size: int, storage: torch.dtype, dtype: torch.dtype
 ) -> Prompt:
     """A prompt of `tokens` tokens in segments, each rotated by its own Δposition, in shuffled blocks."""
-    layout = learn_cpu_layout(shape.num_kv_heads, shape.head_dim, block_size, dtype)
     num_blocks = -(-tokens // block_size)
     block_shape = (num_blocks, shape.num_kv_heads, block_size, 2 * shape.head_dim)
-    caches = [torch.zeros(block_shape, dtype=dtype) for _ in range(shape.num_layers)]
+    caches = KVCaches.of([torch.zeros(block_shape, dtype=dtype) for _ in range(shape.num_layers)])
     records, ranges = [], []
     for index, start in enumerate(range(0, tokens, SEGMENT_TOKENS)):
         count = min(SEGMENT_TOKENS, tokens - start)
@@ -74,55 +76,38 @@ def make_prompt(
         )
         ranges.append(TransferRange(records[-1].data_ptr(), count, 0, count, start, 0, index))
     angles = torch.rand(len(ranges), shape.head_dim // 2) * 6.28
-    plan = TransferPlan.build(
-        ranges,
-        torch.randperm(num_blocks),
-        layout=layout,
-        num_blocks=num_blocks,
-        num_layers=shape.num_layers,
-        storage_dtype=storage,
-    )
-    return Prompt(layout, caches, records, plan, RopeTable(angles.cos(), angles.sin(), shape.head_dim, True))
+    plan = TransferPlan.build(ranges, torch.randperm(num_blocks).tolist(), caches, storage)
+    return Prompt(records, plan, RopeTable(angles.cos(), angles.sin(), neox=True))
 
 
 def methods(prompt: Prompt) -> dict[str, Callable[[], None]]:
     """Everything that is timed, by name; each moves all layers of the prompt once."""
-    layers = range(len(prompt.caches))
-    sources = [torch.empty_like(cache).copy_(cache) for cache in prompt.caches]
+    plan, rope, layers = prompt.plan, prompt.rope, prompt.plan.caches.layers
+    sources = [torch.empty_like(cache).copy_(cache) for cache in layers]
 
     def copy() -> None:
-        for cache, source in zip(prompt.caches, sources, strict=True):
+        for cache, source in zip(layers, sources, strict=True):
             cache.copy_(source)
 
-    def each_layer(name: str) -> Callable[[], None]:
+    def compiled(kind: Kind, rope: RopeTable | None) -> Callable[[], None]:
         def run() -> None:
-            for layer in layers:
-                getattr(transfer_reference, name)(
-                    *transfer.op_arguments(
-                        name, prompt.caches[layer], prompt.layout, prompt.plan, layer, prompt.rope
-                    )
-                )
+            transfer = Transfer(kind, plan, rope)
+            for layer in range(len(layers)):
+                transfer.run(layer)
 
         return run
 
-    def scatter() -> None:
-        for layer in layers:
-            transfer.scatter_(prompt.caches[layer], prompt.layout, prompt.plan, layer, prompt.rope)
-
-    def gather() -> None:
-        for layer in layers:
-            transfer.gather_(prompt.caches[layer], prompt.layout, prompt.plan, layer)
-
-    def rotate() -> None:
-        for layer in layers:
-            transfer.rotate_(prompt.caches[layer], prompt.layout, prompt.plan, layer, prompt.rope)
+    def pure_torch() -> None:
+        transfer = Reference(Kind.SCATTER, plan, rope)
+        for layer, cache in enumerate(layers):
+            transfer.run(cache, layer)
 
     return {
         "copy_": copy,
-        "scatter + rotate": scatter,
-        "gather": gather,
-        "rotate": rotate,
-        "scatter + rotate, pure torch": each_layer("scatter_kv"),
+        "scatter + rotate": compiled(Kind.SCATTER, rope),
+        "gather": compiled(Kind.GATHER, None),
+        "rotate": compiled(Kind.ROTATE, rope),
+        "scatter + rotate, pure torch": pure_torch,
     }
 
 
@@ -146,7 +131,7 @@ def report(shape: Shape, storage: str, dtype: str, prompt: Prompt, rounds: int) 
     def ratio(over: str, under: str) -> float:
         return statistics.median(a / b for a, b in zip(seconds[over], seconds[under], strict=True))
 
-    moved = sum(cache.numel() * cache.element_size() for cache in prompt.caches)
+    moved = sum(cache.numel() * cache.element_size() for cache in prompt.plan.caches.layers)
     return {
         "model": shape.name,
         "storage_dtype": storage,
@@ -204,7 +189,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="rounds to take the median of")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
-    built = transfer_kernels.cpu_library() is not None
+    built = kernels.cpu_library() is not None
     print(f"CPU kernels {'built' if built else 'NOT built'}, {torch.get_num_threads()} threads")
     rows = figures(options.tokens, options.block_size, options.rounds)
     print_table(rows)

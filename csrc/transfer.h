@@ -33,7 +33,7 @@ struct Order {
   int64_t tile, pair, tile_stride;
 };
 
-// Mirrored field by field by `_Job` in transfer_kernels.py.
+// Mirrored field by field by `Job` in engine/worker/transfer/kernels.py.
 struct Job {
   void* cache;
   const Range* ranges;

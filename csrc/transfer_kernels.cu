@@ -1,6 +1,6 @@
 // The CUDA kernels: one launch a layer; a thread block per piece (the part of a range that lies in one KV block).
-// Records are read and written in pinned host memory directly (unified addressing), so no staging buffer is needed and
-// nothing waits for a copy engine. Free of torch headers: compiles wherever nvcc is, also without a GPU.
+// Records lie in pinned host memory, which unified addressing lets kernels use as it is, or in a buffer on the device.
+// Free of torch headers: compiles wherever nvcc is, also without a GPU.
 #include <cuda_runtime.h>
 
 #include "transfer.h"
@@ -29,39 +29,46 @@ struct Launcher {
     const int64_t wanted = (most + 4 * kThreads - 1) / (4 * kThreads);  // about four items a thread
     const dim3 grid(static_cast<unsigned>(job.num_pieces), static_cast<unsigned>(wanted < 64 ? wanted : 64));
     transfer_kernel<S, T, kWidth, kOp><<<grid, kThreads, 0, stream>>>(job);
-    return cudaGetLastError() == cudaSuccess ? 0 : 1;
+    return cudaPeekAtLastError() == cudaSuccess ? 0 : 1;
   }
+};
+
+// This library has a CUDA runtime of its own, whose current device is not torch's.
+struct DeviceGuard {
+  int before = 0;
+  explicit DeviceGuard(int device) {
+    cudaGetDevice(&before);
+    cudaSetDevice(device);
+  }
+  ~DeviceGuard() { cudaSetDevice(before); }
+  DeviceGuard(const DeviceGuard&) = delete;
 };
 
 }  // namespace daric
 
-// Enqueues one layer on `stream` of the current device. All pointers of `job` are device pointers, except the records'
-// addresses, which are pinned host memory; `host_ranges` is a host copy of job->ranges. Returns 0; 1 after a CUDA error
-// (see daric_cuda_error); 2 for a job that the kernels do not take.
+// Enqueues one layer on `stream` of `device`. All pointers of `job` are device pointers; the records' addresses are that
+// or pinned host memory. `host_ranges` is a host copy of job->ranges. Returns 0; 1 after a CUDA error (see
+// daric_cuda_error); 2 for a job that the kernels do not take.
 DARIC_EXPORT int daric_transfer_cuda(const daric::Job* job, const daric::Range* host_ranges, int64_t num_ranges,
-                                   int64_t op, void* stream) {
+                                     int64_t op, int device, void* stream) {
   if (job->num_pieces == 0) return 0;
   const int width = daric::pick_width(*job, host_ranges, num_ranges, op);
   if (width == 0) return 2;
+  const daric::DeviceGuard guard(device);
   return daric::dispatch(daric::Launcher{static_cast<cudaStream_t>(stream)}, *job, op, width);
 }
 
-// Whether kernels can use every record where it is: pinned, and mapped at the same address.
-DARIC_EXPORT int daric_are_pinned(const daric::Range* ranges, int64_t num_ranges) {
+// Sets pinned[i] to whether kernels can use record i where it is: page-locked, and mapped at the same address.
+DARIC_EXPORT void daric_pinned(const daric::Range* ranges, int64_t num_ranges, bool* pinned) {
   for (int64_t i = 0; i < num_ranges; ++i) {
     void* address = reinterpret_cast<void*>(ranges[i].record_address);
     cudaPointerAttributes attributes;
-    if (cudaPointerGetAttributes(&attributes, address) != cudaSuccess) {
-      cudaGetLastError();  // clears it
-      return 0;
-    }
-    if (attributes.type != cudaMemoryTypeHost || attributes.devicePointer != address) return 0;
+    const bool known = cudaPointerGetAttributes(&attributes, address) == cudaSuccess;
+    if (!known) cudaGetLastError();  // clears it
+    pinned[i] = known && attributes.type == cudaMemoryTypeHost && attributes.devicePointer == address;
   }
-  return 1;
 }
 
-DARIC_EXPORT int daric_cuda_set_device(int device) { return cudaSetDevice(device) == cudaSuccess ? 0 : 1; }
-
-DARIC_EXPORT const char* daric_cuda_error() { return cudaGetErrorString(cudaPeekAtLastError()); }
+DARIC_EXPORT const char* daric_cuda_error() { return cudaGetErrorString(cudaGetLastError()); }
 
 DARIC_EXPORT int64_t daric_interface() { return daric::kInterface; }

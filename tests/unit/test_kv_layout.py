@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from daric_rag.engine.worker.kv_layout import (
+    KVCaches,
     KVLayout,
     PackedOrder,
     _invert,
@@ -49,7 +50,7 @@ def test_gpu_layout_finds_every_element_by_strides(layout: str) -> None:
     else:
         cache = numbers.repeat(2).view(blocks, 2, heads, block_size, 2 * head_dim)[:, 1]
     found = gpu_layout(cache)
-    found.check_cache(cache, blocks)
+    found.check_cache(cache)
     storage = torch.as_strided(cache, (cache.untyped_storage().nbytes() // 4,), (1,), 0)
     for block, head, token, dim in [(0, 0, 0, 0), (2, 1, 15, 7), (1, 0, 3, 5)]:
         area = cache.storage_offset() + block * cache.stride(0) + head * cache.stride(1)
@@ -82,8 +83,17 @@ def test_check_cache_names_what_does_not_fit() -> None:
         layout.check_cache(cache[:, :1])
     with pytest.raises(ValueError, match="strides"):
         layout.check_cache(torch.zeros(4, 16, 2, 16).permute(0, 2, 1, 3))
-    with pytest.raises(ValueError, match="4 blocks"):
-        layout.check_cache(cache, 5)
+
+
+def test_caches_of_a_model_are_of_one_layout_and_size() -> None:
+    layers = [torch.zeros(4, 2, 16, 16) for _ in range(3)]
+    layout = gpu_layout(layers[0])
+    caches = KVCaches(tuple(layers), layout)
+    assert (caches.num_blocks, caches.device.type) == (4, "cpu")
+    with pytest.raises(ValueError, match=r"layer 2 has 3 blocks on cpu, that of layer 0 4"):
+        KVCaches((*layers[:2], layers[2][:3]), layout)
+    with pytest.raises(ValueError, match="dtype"):
+        KVCaches((layers[0], layers[1].half()), layout)
 
 
 @pytest.fixture(scope="module")

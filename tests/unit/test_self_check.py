@@ -32,7 +32,7 @@ class FirstLayer:
 
     def run(self, row: Row) -> None:
         self.rows.append(row)
-        layout = self.hooks.layout
+        layout = self.hooks.caches.layout
         tokens = torch.tensor(row.token_ids)
         keys = rotate(
             self.keys[tokens],

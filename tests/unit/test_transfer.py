@@ -11,30 +11,32 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from daric_rag.engine.worker.kv_layout import KVLayout, PackedOrder, gpu_layout
-from daric_rag.engine.worker.transfer import kernels
-from daric_rag.engine.worker.transfer import ops as transfer
-from daric_rag.engine.worker.transfer import reference as transfer_reference
-from daric_rag.engine.worker.transfer.ops import (
+from daric_rag.engine.worker.kv_layout import KVCaches, KVLayout, PackedOrder, gpu_layout
+from daric_rag.engine.worker.transfer import (
     NO_RECORD,
     NO_ROTATION,
+    Kind,
     RopeTable,
+    Transfer,
     TransferPlan,
     TransferRange,
+    kernels,
 )
+from daric_rag.engine.worker.transfer import transfer as transfer_module
+from daric_rag.engine.worker.transfer.reference import Reference
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-LAYERS, NUM_BLOCKS = 2, 12
+LAYERS, NUM_BLOCKS = 3, 12
 
 needs_kernels = pytest.mark.skipif(
     kernels.cpu_library() is None, reason="the CPU kernels are not built: run `make build-ext`"
 )
 IMPLEMENTATIONS = [
-    "op",
+    "transfer",
     "reference",
     pytest.param("baseline kernel", marks=needs_kernels),
-    pytest.param("best kernel", marks=needs_kernels),
     pytest.param("CUDA items on the CPU", marks=needs_kernels),
+    "partly staged transfer",
 ]
 each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
@@ -57,14 +59,8 @@ class Case:
     rope: RopeTable
 
     def plan(self) -> TransferPlan:
-        return TransferPlan.build(
-            self.ranges,
-            self.block_tables,
-            layout=self.layout,
-            num_blocks=NUM_BLOCKS,
-            num_layers=LAYERS,
-            storage_dtype=self.records[0].dtype,
-        )
+        caches = KVCaches((self.cache,) * LAYERS, self.layout)
+        return TransferPlan.build(self.ranges, self.block_tables, caches, self.records[0].dtype)
 
 
 def make_orders(
@@ -110,7 +106,7 @@ def cases(draw: st.DrawFn, gpu: bool) -> Case:
     cache, layout = make_cache(kind, heads, block_size, head_dim, dtype, rng)
     rotary_dim = 2 * draw(st.one_of(st.just(head_dim // 2), st.integers(1, head_dim // 2)))
     angles = torch.rand(3, rotary_dim // 2, generator=rng) * 2 * math.pi
-    rope = RopeTable(angles.cos(), angles.sin(), rotary_dim, neox=draw(st.booleans()))
+    rope = RopeTable(angles.cos(), angles.sin(), neox=draw(st.booleans()))
     table = torch.randperm(NUM_BLOCKS, generator=rng).tolist()
     ranges, records = draw_ranges(draw, layout, storage, rng)
     return Case(layout, cache, records, ranges, table, rope)
@@ -154,15 +150,14 @@ def raw_offsets(case: Case, item: TransferRange, index: int, head: int) -> tuple
     return keys, values
 
 
-def rotated(key: torch.Tensor, rope: RopeTable, row: int) -> torch.Tensor:
-    """R(Δ) of one float32 head, pair by pair."""
-    out = key.clone()
-    half = rope.rotary_dim // 2
-    for pair in range(half if row != NO_ROTATION else 0):
-        i, j = (pair, pair + half) if rope.neox else (2 * pair, 2 * pair + 1)
-        cos, sin = rope.cos[row, pair], rope.sin[row, pair]
-        out[i] = key[i] * cos - key[j] * sin
-        out[j] = key[j] * cos + key[i] * sin
+def rotated(keys: torch.Tensor, rope: RopeTable, row: int) -> torch.Tensor:
+    """R(Δ) of float32 heads [..., head_dim], by the indexes of the pairs."""
+    out = keys.clone()
+    if row != NO_ROTATION:
+        pair = torch.arange(rope.rotary_dim // 2)
+        i, j = (pair, pair + len(pair)) if rope.neox else (2 * pair, 2 * pair + 1)
+        out[..., i] = keys[..., i] * rope.cos[row] - keys[..., j] * rope.sin[row]
+        out[..., j] = keys[..., j] * rope.cos[row] + keys[..., i] * rope.sin[row]
     return out
 
 
@@ -204,24 +199,37 @@ def brute_force_rotate(case: Case) -> torch.Tensor:
     return flat
 
 
-def run(implementation: str, name: str, case: Case, layer: int) -> None:
-    """Run op `name` in one of its implementations; drops the example if the CUDA kernels do not take it."""
-    plan = case.plan()
-    if implementation == "op":
-        rope = () if name == "gather_kv" else (case.rope,)
-        {"scatter_kv": transfer.scatter_, "gather_kv": transfer.gather_, "rotate_kv": transfer.rotate_}[name](
-            case.cache, case.layout, plan, layer, *rope
-        )
-        return
-    arguments = transfer.op_arguments(name, case.cache, case.layout, plan, layer, case.rope)
-    if implementation == "reference":
-        getattr(transfer_reference, name)(*arguments)
-        return
-    job, code = transfer.make_job(name, *arguments), transfer.OP_CODES[name]
-    if implementation == "CUDA items on the CPU":
-        assume(kernels.run_cuda_items_on_cpu(job, len(plan.ranges), code))
+def run(implementation: str, kind: Kind, case: Case, layer: int) -> None:
+    carry_out(implementation, kind, case.plan(), None if kind is Kind.GATHER else case.rope, layer)
+
+
+def carry_out(
+    implementation: str, kind: Kind, plan: TransferPlan, rope: RopeTable | None, layer: int
+) -> None:
+    """Do one layer in one of the implementations; drops the example if the CUDA kernels do not take it."""
+    cache = plan.caches.layers[layer]
+    if implementation == "transfer":
+        Transfer(kind, plan, rope).run(layer)
+    elif implementation == "reference":
+        Reference(kind, plan, rope).run(cache, layer)
+    elif implementation == "baseline kernel":
+        kernels.CpuKernel(kind, plan, rope, kernels.BASELINE_ISA).run(cache, layer)
+    elif implementation == "CUDA items on the CPU":
+        run_cuda_items(kind, plan, rope, layer)
     else:
-        kernels.run_on_cpu(job, code, 0 if implementation == "baseline kernel" else kernels.BEST_ISA)
+        staged = torch.arange(len(plan.ranges)) % 2 == 0
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(transfer_module, "_must_be_staged", lambda *_: staged & (kind is not Kind.ROTATE))
+            Transfer(kind, plan, rope).run(layer)
+
+
+def run_cuda_items(kind: Kind, plan: TransferPlan, rope: RopeTable | None, layer: int) -> None:
+    """Walk the CUDA kernel's work items on the CPU."""
+    assume(kernels.CudaKernel.takes(plan, rope))
+    kernel, library = kernels.CpuKernel(kind, plan, rope), kernels.cpu_library()
+    assert library is not None
+    kernel.point_at(plan.caches.layers[0], layer)
+    assert library.daric_transfer_items(kernel.job, len(plan.ranges), kind) == 0
 
 
 def case_strategy(implementation: str) -> st.SearchStrategy[Case]:
@@ -235,7 +243,7 @@ def test_scatter_writes_exactly_what_the_loops_write(implementation: str, data: 
     case, layer = data.draw(case_strategy(implementation)), data.draw(st.integers(0, LAYERS - 1))
     expected = brute_force_scatter(case, layer)
     before = [record.clone() for record in case.records]
-    run(implementation, "scatter_kv", case, layer)
+    run(implementation, Kind.SCATTER, case, layer)
     assert torch.equal(flat_storage(case.cache), expected)
     assert all(torch.equal(a, b) for a, b in zip(before, case.records, strict=True))
 
@@ -247,7 +255,7 @@ def test_gather_reads_exactly_what_the_loops_read(implementation: str, data: st.
     case, layer = data.draw(case_strategy(implementation)), data.draw(st.integers(0, LAYERS - 1))
     expected = brute_force_gather(case, layer)
     before = flat_storage(case.cache).clone()
-    run(implementation, "gather_kv", case, layer)
+    run(implementation, Kind.GATHER, case, layer)
     assert all(torch.equal(a, b) for a, b in zip(case.records, expected, strict=True))
     assert torch.equal(flat_storage(case.cache), before)
 
@@ -259,7 +267,7 @@ def test_rotate_turns_exactly_the_keys_the_loops_turn(implementation: str, data:
     case = data.draw(case_strategy(implementation))
     expected = brute_force_rotate(case)
     case.ranges = [item._replace(record_address=NO_RECORD) for item in case.ranges]
-    run(implementation, "rotate_kv", case, 0)
+    run(implementation, Kind.ROTATE, case, 0)
     assert torch.equal(flat_storage(case.cache), expected)
 
 
@@ -274,10 +282,10 @@ def test_gather_after_scatter_gives_the_records_back(implementation: str, data: 
         for item, record in zip(case.ranges, case.records, strict=False)
     ]
     before = [record.clone() for record in case.records]
-    run(implementation, "scatter_kv", case, layer)
+    run(implementation, Kind.SCATTER, case, layer)
     for item, record in zip(case.ranges, case.records, strict=False):
         record[layer, :, item.src_token_start : item.src_token_start + item.num_tokens] = float("nan")
-    run(implementation, "gather_kv", case, layer)
+    run(implementation, Kind.GATHER, case, layer)
     assert all(torch.equal(a, b) for a, b in zip(before, case.records, strict=True))
 
 
@@ -314,11 +322,10 @@ def test_conversion_equals_torch_for_every_kind_of_value(
     record = values.view(1, 1, -1, 1, 32).repeat(1, 2, 1, 1, 1).contiguous()
     tokens = record.shape[2]
     cache = torch.zeros(1, 1, tokens, 64, dtype=target)
-    layout = gpu_layout(cache)
+    caches = KVCaches((cache,), gpu_layout(cache))
     item = TransferRange(record.data_ptr(), tokens, 0, tokens, 0, 0)
-    plan = TransferPlan.build([item], [0], layout=layout, num_blocks=1, num_layers=1, storage_dtype=source)
-    arguments = transfer.op_arguments("scatter_kv", cache, layout, plan, 0, None)
-    kernels.run_on_cpu(transfer.make_job("scatter_kv", *arguments), kernels.SCATTER, isa)
+    plan = TransferPlan.build([item], [0], caches, source)
+    kernels.CpuKernel(Kind.SCATTER, plan, None, isa).run(cache, 0)
     expected = record[0, 0, :, 0].to(target)
     for found in (cache[0, 0, :, :32], cache[0, 0, :, 32:]):
         assert torch.equal(found.isnan(), expected.isnan())
@@ -328,20 +335,20 @@ def test_conversion_equals_torch_for_every_kind_of_value(
 
 
 def test_a_missing_kernel_warns_once_and_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "cpu_library", lambda: None)
-    monkeypatch.setattr(transfer, "_warned", set())
-    cache = torch.zeros(4, 2, 32, 32)
+    monkeypatch.setattr(transfer_module, "cpu_library", lambda: None)
+    transfer_module._warn_once.cache_clear()
     record = torch.randn(2, 2, 40, 2, 16)
-    plan = TransferPlan.build(**small_case(record_address=record.data_ptr(), rope_row=NO_ROTATION))  # type: ignore[arg-type]
+    plan = TransferPlan.build(*small_case(record_address=record.data_ptr(), rope_row=NO_ROTATION))
     with pytest.warns(RuntimeWarning, match="make build-ext"):
-        transfer.scatter_(cache, gpu_layout(cache), plan, 1, None)
-    assert torch.equal(cache[3, :, 16:, :16], record[1, 0, 8:24].transpose(0, 1))
+        scatter = Transfer(Kind.SCATTER, plan)
+    scatter.run(1)
+    assert torch.equal(plan.caches.layers[1][3, :, 16:, :16], record[1, 0, 8:24].transpose(0, 1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        transfer.scatter_(cache, gpu_layout(cache), plan, 0, None)
+        Transfer(Kind.SCATTER, plan)
 
 
-def small_case(**changes: int) -> dict[str, object]:
+def small_case(**changes: int) -> tuple[list[TransferRange], list[int], KVCaches, torch.dtype]:
     """Arguments of a valid TransferPlan.build with one range, changed in the named fields."""
     fields = {
         "record_address": 64,
@@ -352,15 +359,9 @@ def small_case(**changes: int) -> dict[str, object]:
         "block_table_offset": 1,
         "rope_row": 0,
     } | {name: value for name, value in changes.items() if name in TransferRange._fields}
-    layout = gpu_layout(torch.zeros(4, 2, 32, 32))
-    return {
-        "ranges": [TransferRange(**fields)],
-        "block_tables": [9, 3, changes.get("last_block", 0)],
-        "layout": layout,
-        "num_blocks": 4,
-        "num_layers": 2,
-        "storage_dtype": torch.float32,
-    }
+    caches = (torch.zeros(4, 2, 32, 32), torch.zeros(4, 2, 32, 32))
+    tables = [9, 3, changes.get("last_block", 0)]
+    return [TransferRange(**fields)], tables, KVCaches(caches, gpu_layout(caches[0])), torch.float32
 
 
 @pytest.mark.parametrize(
@@ -381,39 +382,33 @@ def small_case(**changes: int) -> dict[str, object]:
     ],
 )
 def test_a_wrong_bound_is_refused_before_memory_is_touched(changes: dict[str, int], message: str) -> None:
-    TransferPlan.build(**small_case())  # type: ignore[arg-type]
+    TransferPlan.build(*small_case())
     with pytest.raises(ValueError, match=message):
-        TransferPlan.build(**small_case(**changes))  # type: ignore[arg-type]
+        TransferPlan.build(*small_case(**changes))
 
 
-def test_what_does_not_fit_the_call_is_refused() -> None:
-    plan = TransferPlan.build(**small_case())  # type: ignore[arg-type]
-    cache = torch.zeros(4, 2, 32, 32)
-    layout = gpu_layout(cache)
-    rope = RopeTable(torch.ones(1, 4), torch.zeros(1, 4), 8, neox=True)
-    with pytest.raises(ValueError, match="layer is 2"):
-        transfer.scatter_(cache, layout, plan, 2, rope)
+def test_what_does_not_fit_the_transfer_is_refused() -> None:
+    plan = TransferPlan.build(*small_case())
+    rope = RopeTable(torch.ones(1, 4), torch.zeros(1, 4), neox=True)
+    for layer in (-1, 2):
+        with pytest.raises(ValueError, match=f"layer is {layer}, must be 0 to 1"):
+            Transfer(Kind.SCATTER, plan, rope).run(layer)
     with pytest.raises(ValueError, match="rope has 0 rows, the plan needs 1"):
-        transfer.scatter_(cache, layout, plan, 0, None)
-    with pytest.raises(ValueError, match="3 blocks"):
-        transfer.gather_(cache[:3], layout, plan, 0)
-    wide = RopeTable(torch.ones(1, 16), torch.zeros(1, 16), 32, neox=True)
+        Transfer(Kind.SCATTER, plan)
+    wide = RopeTable(torch.ones(1, 16), torch.zeros(1, 16), neox=True)
     with pytest.raises(ValueError, match="rotary_dim is 32"):
-        transfer.rotate_(cache, layout, plan, 0, wide)
+        Transfer(Kind.ROTATE, plan, wide)
 
 
 def test_ranges_that_write_the_same_slot_are_refused() -> None:
-    arguments = small_case(rope_row=NO_ROTATION)
-    first = arguments["ranges"][0]  # type: ignore[index]
-    arguments["ranges"] = [first, first._replace(dst_token_start=47, num_tokens=1)]
-    plan = TransferPlan.build(**arguments)  # type: ignore[arg-type]
+    (first,), *rest = small_case(rope_row=NO_ROTATION)
+    plan = TransferPlan.build([first, first._replace(dst_token_start=47, num_tokens=1)], *rest)
     with pytest.raises(ValueError, match="same slot"):
-        transfer.scatter_(torch.zeros(4, 2, 32, 32), arguments["layout"], plan, 0, None)  # type: ignore[arg-type]
+        Transfer(Kind.SCATTER, plan)
 
 
 def test_a_plan_without_records_only_rotates() -> None:
-    plan = TransferPlan.build(**small_case(record_address=NO_RECORD, rope_row=NO_ROTATION))  # type: ignore[arg-type]
-    cache = torch.zeros(4, 2, 32, 32)
+    plan = TransferPlan.build(*small_case(record_address=NO_RECORD, rope_row=NO_ROTATION))
     with pytest.raises(ValueError, match="record_address 0"):
-        transfer.gather_(cache, gpu_layout(cache), plan, 0)
-    transfer.rotate_(cache, gpu_layout(cache), plan, 0, None)
+        Transfer(Kind.GATHER, plan)
+    Transfer(Kind.ROTATE, plan).run(0)

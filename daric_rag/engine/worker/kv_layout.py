@@ -10,6 +10,7 @@ Both backends register one tensor a layer, seen as `[num_blocks, num_kv_heads, b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -80,18 +81,8 @@ class KVLayout:
             return 2 * self.head_dim
         return self.key_pattern.tile_stride
 
-    @cached_property
-    def _orders_by_device(self) -> dict[torch.device, tuple[torch.Tensor, torch.Tensor]]:
-        return {}
-
-    def orders_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """`key_order` and `value_order` on `device`, copied there once."""
-        if device not in self._orders_by_device:
-            self._orders_by_device[device] = (self.key_order.to(device), self.value_order.to(device))
-        return self._orders_by_device[device]
-
-    def check_cache(self, cache: torch.Tensor, num_blocks: int = 0) -> None:
-        """Raise ValueError unless `cache` is a KV cache of this layout with at least `num_blocks` blocks."""
+    def check_cache(self, cache: torch.Tensor) -> None:
+        """Raise ValueError unless `cache` is a KV cache of this layout."""
         expected = (self.num_kv_heads, self.block_size, 2 * self.head_dim)
         if cache.dim() != 4 or tuple(cache.shape[1:]) != expected:
             raise ValueError(
@@ -99,13 +90,47 @@ class KVLayout:
             )
         if cache.dtype != self.dtype:
             raise ValueError(f"cache has dtype {cache.dtype}, the layout was made for {self.dtype}")
-        if cache.shape[0] < num_blocks:
-            raise ValueError(f"cache has {cache.shape[0]} blocks, the plan was checked against {num_blocks}")
         strides_fit = cache.stride(3) == 1 and (self.block_size == 1 or cache.stride(2) == self.token_stride)
         if not strides_fit:
             raise ValueError(
                 f"cache has strides {cache.stride()}, the layout needs [*, *, {self.token_stride}, 1]"
             )
+
+
+@dataclass(frozen=True, eq=False)
+class KVCaches:
+    """vLLM's KV cache tensors, one a layer, checked to be of one layout, size and device."""
+
+    layers: tuple[torch.Tensor, ...]
+    layout: KVLayout
+
+    def __post_init__(self) -> None:
+        for number, cache in enumerate(self.layers):
+            self.layout.check_cache(cache)
+            if cache.shape[0] != self.num_blocks or cache.device != self.device:
+                raise ValueError(
+                    f"the KV cache of layer {number} has {cache.shape[0]} blocks on {cache.device}, that of "
+                    f"layer 0 {self.num_blocks} on {self.device}"
+                )
+
+    @classmethod
+    def of(cls, layers: Sequence[torch.Tensor]) -> KVCaches:
+        """Learn the layout from the first layer; raises what `learn_cpu_layout` and `gpu_layout` raise."""
+        first = layers[0]
+        if first.device.type != "cpu":
+            return cls(tuple(layers), gpu_layout(first))
+        _, num_kv_heads, block_size, width = first.shape
+        return cls(tuple(layers), learn_cpu_layout(num_kv_heads, width // 2, block_size, first.dtype))
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of every layer."""
+        return self.layers[0].shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the blocks are."""
+        return self.layers[0].device
 
 
 def recognise_order(order: torch.Tensor, block_size: int, head_dim: int) -> PackedOrder | None:

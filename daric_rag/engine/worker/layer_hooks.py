@@ -1,32 +1,24 @@
 """What happens around every layer's attention: KV is loaded, saved and re-encoded.
 
 Layer-wise hooks run in the middle of vLLM's forward pass, so everything they need is prepared before it: a
-`TransferPlan` for what is loaded before a layer's attention, and one each for what is saved and rotated after it.
+`Transfer` for what is loaded before a layer's attention, and one each for what is saved and rotated after it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from daric_rag.engine.storage.base import WriteHandle
-from daric_rag.engine.worker.kv_layout import KVLayout, gpu_layout, learn_cpu_layout
+from daric_rag.engine.storage.store import KVStore
+from daric_rag.engine.worker.kv_layout import KVCaches
 from daric_rag.engine.worker.passes import Pass
 from daric_rag.engine.worker.rope import RopeParameters
 from daric_rag.engine.worker.step_work import LoadedChunk, StepWork
-from daric_rag.engine.worker.transfer.layer_stream import LayerStream
-from daric_rag.engine.worker.transfer.ops import (
-    RopeTable,
-    TransferPlan,
-    gather_,
-    rotate_,
-    scatter_,
-)
+from daric_rag.engine.worker.transfer import Kind, LayerStream, Transfer
 from daric_rag.engine.worker.transfer_builder import TransferBuilder
 
 
@@ -34,10 +26,9 @@ from daric_rag.engine.worker.transfer_builder import TransferBuilder
 class _Transfers:
     """What the hooks of one pass do at every layer."""
 
-    scatter: TransferPlan | None = None
-    gather: TransferPlan | None = None
-    rotate: TransferPlan | None = None
-    rope: RopeTable | None = None
+    scatter: Transfer | None = None
+    gather: Transfer | None = None
+    rotate: Transfer | None = None
     # Chunks of `scatter` that are still being read from disk: awaited layer by layer.
     arriving: tuple[LoadedChunk, ...] = ()
 
@@ -55,25 +46,15 @@ class LayerHooks:
         from vllm.model_executor.models.utils import extract_layer_index
 
         names = sorted(kv_caches, key=extract_layer_index)
-        self.caches = [kv_caches[name] for name in names]
+        self.caches = KVCaches.of([kv_caches[name] for name in names])
         self._layer_numbers = {name: number for number, name in enumerate(names)}
         self.dtype = dtype
-        first = self.caches[0]
-        _, self.num_kv_heads, block_size, width = first.shape
-        self.head_dim = width // 2
-        self.stream: LayerStream | None = None
-        if first.device.type == "cpu":
-            self.layout: KVLayout = learn_cpu_layout(
-                self.num_kv_heads, self.head_dim, block_size, first.dtype
-            )
-        else:
-            self.layout = gpu_layout(first)
-            self.stream = LayerStream(first.device)
+        self.stream = LayerStream.on(self.caches.device)
         self._rope: RopeParameters | None = None
         self._pass = _NOTHING
-        self._num_submitted = 0
         self._damaged: list[LoadedChunk] = []
-        self._load_s = 0.0
+        # Records that passes of this step save: complete once the stream is through.
+        self._saved: list[WriteHandle] = []
 
     def set_rope(self, rope: RopeParameters) -> None:
         """Give the model's rotary parameters, once it is loaded."""
@@ -82,27 +63,24 @@ class LayerHooks:
     @property
     def num_layers(self) -> int:
         """Layers with a KV cache."""
-        return len(self.caches)
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of vLLM's KV cache."""
-        return int(self.caches[0].shape[0])
+        return len(self.caches.layers)
 
     def builder(self) -> TransferBuilder:
         """Collects what a transfer moves in these blocks."""
         assert self._rope is not None
-        return TransferBuilder(self.layout, self.num_blocks, self.num_layers, self.dtype, self._rope)
+        return TransferBuilder(self.caches, self.dtype, self._rope)
 
     def take_damaged(self) -> list[LoadedChunk]:
         """Chunks whose bytes a pass waited for in vain, since the last call."""
         damaged, self._damaged = self._damaged, []
         return damaged
 
-    def take_load_s(self) -> float:
-        """Seconds spent loading since the last call."""
-        seconds, self._load_s = self._load_s, 0.0
-        return seconds
+    def publish_saves(self, store: KVStore) -> None:
+        """Wait for all transfers, then make saved records visible; after it nothing reads pinned ones."""
+        self.stream.synchronize()
+        for handle in self._saved:
+            store.commit(handle)
+        self._saved.clear()
 
     # ---- passes ----
 
@@ -123,11 +101,10 @@ class LayerHooks:
             handles += save.add_save(generation, work.store)
             if not generation.plan.warm:
                 rotate.add_rotation(generation)
-        transfers = _Transfers(load.build(), save.build(), rotate.build(), rotate.rope_table())
+        transfers = _Transfers(load.build(Kind.SCATTER), save.build(Kind.GATHER), rotate.build(Kind.ROTATE))
         with self._during(transfers):
             yield
-        for handle in handles:
-            work.store.commit(handle)
+        self._saved += handles
 
     @contextlib.contextmanager
     def recomputation(self, work: StepWork) -> Iterator[None]:
@@ -138,8 +115,7 @@ class LayerHooks:
         for loaded in wanted:
             load.add_load(loaded, recomputed.get(loaded.plan.request_id, ()), reencode=True)
         arriving = tuple(loaded for loaded in wanted if not loaded.has_arrived(self.num_layers - 1))
-        transfers = _Transfers(scatter=load.build(), rope=load.rope_table(), arriving=arriving)
-        with self._during(transfers):
+        with self._during(_Transfers(load.build(Kind.SCATTER), arriving=arriving)):
             yield
 
     @contextlib.contextmanager
@@ -147,67 +123,40 @@ class LayerHooks:
         self._pass = transfers
         try:
             yield
-            if self.stream is not None:
-                # Records are read and written by the device: neither is over when Python gets here.
-                torch.cuda.current_stream().synchronize()
-                self.stream.synchronize()
         finally:
             self._pass = _NOTHING
 
     def load_without_forward(self) -> None:
         """Do the prepared loads at once: the step has no forward pass."""
-        for layer in range(self.num_layers):
-            self._load_layer(layer)
+        self.start_pass()
+        for layer_name in self._layer_numbers:
+            self.before_layer(layer_name)
 
     # ---- vLLM's hooks ----
 
     def start_pass(self) -> None:
-        """The forward pass is about to begin. On a GPU its loads run beside it, on a stream of their own."""
-        self._num_submitted = 0
-        if self.stream is not None and self._pass.scatter is not None:
-            self.stream.begin()
-            self._submit_arrived()
+        """The forward pass is about to begin."""
+        if self._pass.scatter is not None:
+            self.stream.start(self._pass.scatter, self._arrive, self._has_arrived)
 
     def before_layer(self, layer_name: str) -> None:
         """The layer's K and V of this pass are written, its attention has not run."""
-        if self._pass.scatter is None:
-            return
-        layer = self._layer_numbers[layer_name]
-        if self.stream is None:
-            self._load_layer(layer)
-            return
-        while self._num_submitted <= layer:
-            self._submit_layer()
-        self._submit_arrived()
-        self.stream.wait(layer)
+        if self._pass.scatter is not None:
+            self.stream.need(self._layer_numbers[layer_name])
 
     def after_layer(self, layer_name: str) -> None:
         """The layer's attention has run; its chunk-relative keys are saved, then re-encoded."""
         layer = self._layer_numbers[layer_name]
         if self._pass.gather is not None:
-            gather_(self.caches[layer], self.layout, self._pass.gather, layer)
+            self.stream.save(self._pass.gather, layer)
         if self._pass.rotate is not None:
-            rotate_(self.caches[layer], self.layout, self._pass.rotate, layer, self._pass.rope)
+            self._pass.rotate.run(layer)
 
-    def _submit_arrived(self) -> None:
-        """Start the transfers of all layers that need not be waited for."""
-        while self._num_submitted < self.num_layers and all(
-            loaded.has_arrived(self._num_submitted) for loaded in self._pass.arriving
-        ):
-            self._submit_layer()
+    def _has_arrived(self, layer: int) -> bool:
+        return all(loaded.has_arrived(layer) for loaded in self._pass.arriving)
 
-    def _submit_layer(self) -> None:
-        assert self.stream is not None
-        self.stream.submit(self._num_submitted, partial(self._load_layer, self._num_submitted))
-        self._num_submitted += 1
-
-    def _load_layer(self, layer: int) -> None:
-        if self._pass.scatter is None:
-            return
-        started = time.perf_counter()
+    def _arrive(self, layer: int) -> None:
         for loaded in self._pass.arriving:
             if loaded not in self._damaged and not all(handle.wait(layer) for handle in loaded.handles):
                 # The pass goes on with whatever lies there, and is repeated.
                 self._damaged.append(loaded)
-        scatter_(self.caches[layer], self.layout, self._pass.scatter, layer, self._pass.rope)
-        self._load_s += time.perf_counter() - started

@@ -12,7 +12,7 @@ import torch
 
 from daric_rag.engine.worker.layer_hooks import LayerHooks
 from daric_rag.engine.worker.passes import Row
-from daric_rag.engine.worker.transfer.ops import NO_RECORD, TransferRange, gather_, rotate_
+from daric_rag.engine.worker.transfer import NO_RECORD, Kind, TransferRange
 from daric_rag.errors import UnsupportedModelError
 
 # Block 0 is vLLM's own; before the first request all others are free, and nothing in them is trusted later.
@@ -35,7 +35,7 @@ def check_against_prefill(
     much, of tokens or of memory, is not checked. Must be called before the engine's first request. Raises
     `UnsupportedModelError` with the difference if it is larger than rounding explains.
     """
-    if hooks.num_blocks < _NEEDED_BLOCKS or 2 * block_size > max_tokens:
+    if hooks.caches.num_blocks < _NEEDED_BLOCKS or 2 * block_size > max_tokens:
         return
     tokens = tuple((_FIRST_TOKEN + 7 * number) % vocab_size for number in range(2 * block_size))
     first, second, alone = _BLOCKS
@@ -55,25 +55,23 @@ def _reencoding_error(hooks: LayerHooks, block: int, alone: int, num_tokens: int
     Returns the largest difference of keys or values, as a share of the largest of them, and what rounding in
     the dtypes of engine and store explains.
     """
-    cache = hooks.caches[0]
+    caches, layout = hooks.caches, hooks.caches.layout
     rotate, gather = hooks.builder(), hooks.builder()
     rotate.block_tables = [alone]
     rotate.ranges = [TransferRange(NO_RECORD, 0, 0, num_tokens, 0, 0, rotate.rope_row(num_tokens))]
     gather.block_tables = [block, alone]
-    shape = (2, hooks.num_layers, 2, num_tokens, hooks.num_kv_heads, hooks.head_dim)
-    records = torch.zeros(shape, dtype=hooks.dtype, pin_memory=cache.device.type == "cuda")
+    shape = (2, hooks.num_layers, 2, num_tokens, layout.num_kv_heads, layout.head_dim)
+    records = torch.zeros(shape, dtype=hooks.dtype)
     gather.ranges = [
         TransferRange(record.data_ptr(), num_tokens, 0, num_tokens, 0, offset)
         for offset, record in enumerate(records)
     ]
-    rotation, saving = rotate.build(), gather.build()
-    assert rotation is not None and saving is not None
-    rotate_(cache, hooks.layout, rotation, 0, rotate.rope_table())
-    gather_(cache, hooks.layout, saving, 0)
-    if cache.device.type == "cuda":
-        torch.cuda.current_stream().synchronize()
+    for transfer in (rotate.build(Kind.ROTATE), gather.build(Kind.GATHER)):
+        assert transfer is not None
+        transfer.run(0)
+    torch.get_device_module(caches.device).synchronize()
     inside, moved = records[:, 0].float()
     size = inside.flatten(1).abs().amax(1)
     difference = ((inside - moved).flatten(1).abs().amax(1) / size).max()
-    exact = hooks.dtype == cache.dtype == torch.float32
+    exact = hooks.dtype == layout.dtype == torch.float32
     return float(difference), 1e-3 if exact else 3e-2

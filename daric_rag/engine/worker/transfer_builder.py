@@ -9,14 +9,16 @@ import torch
 from daric_rag.engine.storage.base import WriteHandle
 from daric_rag.engine.storage.store import KVStore
 from daric_rag.engine.token_ranges import TokenRange, subtract
-from daric_rag.engine.worker.kv_layout import KVLayout
+from daric_rag.engine.worker.kv_layout import KVCaches
 from daric_rag.engine.worker.passes import Generation
 from daric_rag.engine.worker.rope import RopeParameters, delta_table
 from daric_rag.engine.worker.step_work import LoadedChunk
-from daric_rag.engine.worker.transfer.ops import (
+from daric_rag.engine.worker.transfer import (
     NO_RECORD,
     NO_ROTATION,
+    Kind,
     RopeTable,
+    Transfer,
     TransferPlan,
     TransferRange,
 )
@@ -25,12 +27,8 @@ from daric_rag.engine.worker.transfer.ops import (
 class TransferBuilder:
     """Collects the ranges of one transfer; every request's block table and every Δposition appears once."""
 
-    def __init__(
-        self, layout: KVLayout, num_blocks: int, num_layers: int, dtype: torch.dtype, rope: RopeParameters
-    ) -> None:
-        self._layout = layout
-        self._num_blocks = num_blocks
-        self._num_layers = num_layers
+    def __init__(self, caches: KVCaches, dtype: torch.dtype, rope: RopeParameters) -> None:
+        self._caches = caches
         self._dtype = dtype
         self._rope = rope
         self.ranges: list[TransferRange] = []
@@ -86,22 +84,11 @@ class TransferBuilder:
             count = chunk.end - chunk.start
             self.ranges.append(TransferRange(NO_RECORD, 0, 0, count, chunk.start, offset, row))
 
-    def build(self) -> TransferPlan | None:
-        """The checked plan; None if there is nothing to move."""
+    def build(self, kind: Kind) -> Transfer | None:
+        """What moves all of it; None if there is nothing to move."""
         if not self.ranges:
             return None
-        return TransferPlan.build(
-            self.ranges,
-            self.block_tables,
-            layout=self._layout,
-            num_blocks=self._num_blocks,
-            num_layers=self._num_layers,
-            storage_dtype=self._dtype,
-        )
-
-    def rope_table(self) -> RopeTable | None:
-        """The rotations of the plan; None if it has none."""
+        plan = TransferPlan.build(self.ranges, self.block_tables, self._caches, self._dtype)
         if not self._deltas:
-            return None
-        cos, sin = delta_table(self._rope, list(self._deltas))
-        return RopeTable(cos, sin, self._rope.rotary_dim, self._rope.neox)
+            return Transfer(kind, plan)
+        return Transfer(kind, plan, RopeTable(*delta_table(self._rope, list(self._deltas)), self._rope.neox))

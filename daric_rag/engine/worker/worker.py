@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -153,22 +152,24 @@ class _DaricWorkerMixin:
         config = self.vllm_config.scheduler_config
         whole = Capacity(config.max_num_batched_tokens, config.max_num_seqs)
         beside = whole.less(*step.load(is_last=False))
-        started = time.perf_counter()
+        clock = side.hooks.stream.clock
+        started = clock()
         while work.generations:
             for one in generation_passes(work.take_generations(), beside, self._block_size):
                 with side.hooks.generation(work, one):
                     self._forward_and_discard(step, one)
+            if work.repeats:
+                side.hooks.publish_saves(work.store)
             work.load_repeats()
-        generated = time.perf_counter()
+        generated = clock()
         passes = recomputation_passes(work.recomputations, beside, whole.less(*step.load(is_last=True)))
         with side.hooks.recomputation(work):
             output = self._recompute(step, passes[0], is_last=len(passes) == 1)
         for number, one in enumerate(passes[1:], 2):
             output = self._recompute(step, one, is_last=number == len(passes))
-        load_s = side.hooks.take_load_s()
-        recompute_s = time.perf_counter() - generated - load_s
+        recompute_s = clock() - generated
         for report in work.reports.values():
-            report.add(RequestReport(generate_s=generated - started, recompute_s=recompute_s, load_s=load_s))
+            report.add(RequestReport(generate_s=generated - started, recompute_s=recompute_s))
         return output
 
     def _recompute(self, step: ScheduledStep, one: Pass, *, is_last: bool) -> Any:

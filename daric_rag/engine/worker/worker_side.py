@@ -46,13 +46,14 @@ class WorkerSide:
         """Take vLLM's KV tensors, one a layer, learn their block layout and open the store."""
         dtype = storage_dtype(self._vllm_config, self._config)
         hooks = self._hooks = LayerHooks(kv_caches, getattr(torch, dtype))
+        layout = hooks.caches.layout
         self._store = open_store(
             self._config,
-            RecordSpec(hooks.num_layers, hooks.num_kv_heads, hooks.head_dim, dtype),
+            RecordSpec(hooks.num_layers, layout.num_kv_heads, layout.head_dim, dtype),
             self._root,
             model_id=self._vllm_config.model_config.model,
             rank=self.rank,
-            pin_memory=hooks.caches[0].device.type == "cuda",
+            pin_memory=hooks.caches.device.type == "cuda",
         )
 
     @property
@@ -75,7 +76,13 @@ class WorkerSide:
         work = StepWork(plans, self.store, self.hooks.num_layers, least_of_all_ranks)
         try:
             with work:
-                yield work
+                try:
+                    yield work
+                finally:
+                    self.hooks.publish_saves(self.store)
+                    load_s = self.hooks.stream.take_load_s()
+                for report in work.reports.values():
+                    report.load_s += load_s
         finally:
             self.in_step = False
             self._missing += work.missing

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
-SCATTER, GATHER, ROTATE = 0, 1, 2
-_DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_UNSUPPORTED_JOB = 2
+from daric_rag.engine.worker.kv_layout import PackedOrder
+from daric_rag.engine.worker.transfer.plan import Kind, RopeTable, TransferPlan
+
 BASELINE_ISA, BEST_ISA = 0, 1
 _VERSION = 1  # kInterface of csrc/transfer.h: a library built from other sources is not used
+_DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 class _Order(ctypes.Structure):
@@ -57,134 +59,153 @@ class Job(ctypes.Structure):
 
 
 _INTERFACE = _VERSION * 4096 + ctypes.sizeof(Job)
-
-
-def make_job(
-    cache: torch.Tensor,
-    ranges: torch.Tensor,
-    pieces: torch.Tensor,
-    key_order: torch.Tensor,
-    value_order: torch.Tensor,
-    key_pattern: Sequence[int],
-    value_pattern: Sequence[int],
-    value_offset: int,
-    storage_dtype: torch.dtype,
-    layer: int,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    neox: bool,
-) -> Job:
-    """Fill a Job with the arguments of an op. The tensors must outlive the kernel call."""
-    _check_tables(ranges, pieces, key_order, value_order, cos, sin)
-    return Job(
-        cache=cache.data_ptr(),
-        ranges=ranges.data_ptr(),
-        pieces=pieces.data_ptr(),
-        key=_Order(key_order.data_ptr(), *(key_pattern or (0, 0, 0))),
-        value=_Order(value_order.data_ptr(), *(value_pattern or (0, 0, 0))),
-        cos=0 if cos is None else cos.data_ptr(),
-        sin=0 if sin is None else sin.data_ptr(),
-        num_pieces=len(pieces),
-        layer=layer,
-        block_stride=cache.stride(0),
-        head_stride=cache.stride(1),
-        value_offset=value_offset,
-        num_kv_heads=cache.shape[1],
-        block_size=cache.shape[2],
-        head_dim=cache.shape[3] // 2,
-        rotary_dim=0 if cos is None else 2 * cos.shape[1],
-        neox=neox,
-        storage_dtype=_DTYPE_CODES[storage_dtype],
-        cache_dtype=_DTYPE_CODES[cache.dtype],
-    )
-
-
-def _check_tables(
-    ranges: torch.Tensor,
-    pieces: torch.Tensor,
-    key_order: torch.Tensor,
-    value_order: torch.Tensor,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-) -> None:
-    """Kernels read these by pointer; what the numbers in them may be was checked by `TransferPlan.build`."""
-    longs, ints = (ranges, pieces), (key_order, value_order)
-    floats = tuple(table for table in (cos, sin) if table is not None)
-    for tables, dtype in ((longs, torch.int64), (ints, torch.int32), (floats, torch.float32)):
-        for table in tables:
-            if table.dtype != dtype or not table.is_contiguous():
-                raise ValueError(f"a table is {table.dtype} {table.stride()}, must be contiguous {dtype}")
+_JOB, _LONG, _POINTER = ctypes.POINTER(Job), ctypes.c_int64, ctypes.c_void_p
 
 
 @functools.cache
 def cpu_library() -> ctypes.CDLL | None:
     """The CPU kernels, or None where they were not built or do not load."""
-    return _load("_C*.so")
+    return _load(
+        "_C*.so",
+        {
+            "daric_transfer_cpu": (_JOB, _LONG, _LONG, _LONG),
+            "daric_transfer_items": (_JOB, _LONG, _LONG),
+        },
+    )
 
 
 @functools.cache
 def cuda_library() -> ctypes.CDLL | None:
     """The CUDA kernels, or None where they were not built or do not load."""
-    library = _load("_cuda*.so")
+    library = _load(
+        "_cuda*.so",
+        {
+            "daric_transfer_cuda": (_JOB, _POINTER, _LONG, _LONG, ctypes.c_int, _POINTER),
+            "daric_pinned": (_POINTER, _LONG, _POINTER),
+            "daric_cuda_error": (),
+        },
+    )
     if library is not None:
         library.daric_cuda_error.restype = ctypes.c_char_p
     return library
 
 
-def _load(pattern: str) -> ctypes.CDLL | None:
+def _load(pattern: str, functions: Mapping[str, tuple[Any, ...]]) -> ctypes.CDLL | None:
     for path in sorted(Path(__file__).parents[3].glob(pattern)):
         try:
             library = ctypes.CDLL(str(path))
-        except OSError:
+            library.daric_interface.restype = _LONG
+            for name, arguments in functions.items():
+                getattr(library, name).argtypes = arguments
+        except (OSError, AttributeError):
             continue
-        library.daric_interface.restype = ctypes.c_int64
         if library.daric_interface() == _INTERFACE:
             return library
     return None
 
 
-def run_on_cpu(job: Job, op: int, isa: int = BEST_ISA) -> None:
-    """Run `op` for `job` on torch's number of threads; the GIL is released meanwhile."""
-    library = cpu_library()
-    assert library is not None
-    threads = ctypes.c_int64(torch.get_num_threads())
-    if library.daric_transfer_cpu(ctypes.byref(job), ctypes.c_int64(op), threads, ctypes.c_int64(isa)):
-        raise MemoryError("no memory for the scratch rows of a transfer")
+class _Kernel:
+    """A job for one kind of transfer of a plan, which is pointed at one layer after the other."""
 
-
-def run_cuda_items_on_cpu(job: Job, num_ranges: int, op: int) -> bool:
-    """Walk the CUDA kernel's work items on the CPU, for tests; False for a job that it does not take."""
-    library = cpu_library()
-    assert library is not None
-    status = library.daric_transfer_items(ctypes.byref(job), ctypes.c_int64(num_ranges), ctypes.c_int64(op))
-    return int(status) != _UNSUPPORTED_JOB
-
-
-def run_on_cuda(job: Job, host_ranges: torch.Tensor, op: int, device: torch.device) -> bool:
-    """Enqueue `op` for `job` on the device's current stream; False for a job that the kernels do not take.
-
-    Raises RuntimeError with CUDA's message if the launch fails.
-    """
-    library = cuda_library()
-    assert library is not None
-    with torch.cuda.device(device):
-        library.daric_cuda_set_device(ctypes.c_int(torch.cuda.current_device()))
-        stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
-        status = library.daric_transfer_cuda(
-            ctypes.byref(job),
-            ctypes.c_void_p(host_ranges.data_ptr()),
-            ctypes.c_int64(len(host_ranges)),
-            ctypes.c_int64(op),
-            stream,
+    def __init__(self, kind: Kind, plan: TransferPlan, rope: RopeTable | None) -> None:
+        layout, device = plan.caches.layout, plan.caches.device
+        tables = [plan.ranges, plan.pieces, *(() if rope is None else (rope.cos, rope.sin))]
+        # The job points into these.
+        self._tables = [_on_device(table, device) for table in tables]
+        self._orders = layout.key_order, layout.value_order
+        ranges, pieces, cos, sin = (*(table.data_ptr() for table in self._tables), 0, 0)[:4]
+        self._kind = kind
+        self.job = Job(
+            ranges=ranges,
+            pieces=pieces,
+            key=_order(layout.key_order, layout.key_pattern),
+            value=_order(layout.value_order, layout.value_pattern),
+            cos=cos,
+            sin=sin,
+            num_pieces=len(plan.pieces),
+            value_offset=layout.value_offset,
+            num_kv_heads=layout.num_kv_heads,
+            block_size=layout.block_size,
+            head_dim=layout.head_dim,
+            rotary_dim=0 if rope is None else rope.rotary_dim,
+            neox=rope is not None and rope.neox,
+            storage_dtype=_DTYPE_CODES[plan.storage_dtype],
+            cache_dtype=_DTYPE_CODES[layout.dtype],
         )
-    if status not in (0, _UNSUPPORTED_JOB):
-        raise RuntimeError(f"CUDA transfer kernel failed: {library.daric_cuda_error().decode()}")
-    return bool(status != _UNSUPPORTED_JOB)
+        self.point_at(plan.caches.layers[0], 0)
+
+    def point_at(self, cache: torch.Tensor, layer: int) -> None:
+        """Let the job move `layer` of the records from or to `cache`."""
+        self.job.cache = cache.data_ptr()
+        self.job.block_stride, self.job.head_stride, _, _ = cache.stride()
+        self.job.layer = layer
 
 
-def are_pinned(ranges: torch.Tensor) -> bool:
-    """Whether CUDA kernels can access all records of `ranges` (a host tensor) where they are."""
-    library = cuda_library()
-    if library is None:
-        return False
-    return bool(library.daric_are_pinned(ctypes.c_void_p(ranges.data_ptr()), ctypes.c_int64(len(ranges))))
+class CpuKernel(_Kernel):
+    """Runs on torch's threads; the GIL is released meanwhile."""
+
+    def __init__(self, kind: Kind, plan: TransferPlan, rope: RopeTable | None, isa: int = BEST_ISA) -> None:
+        super().__init__(kind, plan, rope)
+        library = cpu_library()
+        assert library is not None
+        self._run = library.daric_transfer_cpu
+        self._arguments = (self.job, kind, torch.get_num_threads(), isa)
+
+    def run(self, cache: torch.Tensor, layer: int) -> None:
+        """Move one layer."""
+        self.point_at(cache, layer)
+        if self._run(*self._arguments):
+            raise MemoryError("no memory for the scratch rows of a transfer")
+
+
+class CudaKernel(_Kernel):
+    """Enqueues on the current stream of the caches' device; records must be pinned, or on that device."""
+
+    ALIGNMENT = 16
+
+    def __init__(self, kind: Kind, plan: TransferPlan, rope: RopeTable | None) -> None:
+        super().__init__(kind, plan, rope)
+        self._host_ranges = plan.ranges
+        self._device = plan.caches.device
+        library = cuda_library()
+        assert library is not None
+        self._library = library
+
+    @staticmethod
+    def takes(plan: TransferPlan, rope: RopeTable | None) -> bool:
+        """Whether rows can be cut into vectors of two elements at least: `pick_width` of csrc/."""
+        layout, strides = plan.caches.layout, plan.caches.layers[0].stride()[:3]
+        paired = rope.rotary_dim // 2 if rope is not None and rope.neox else 0
+        return layout.kind == "strided" and not any(n % 2 for n in (layout.head_dim, paired, *strides))
+
+    def run(self, cache: torch.Tensor, layer: int) -> None:
+        """Enqueue one layer; raises RuntimeError with CUDA's message if that fails."""
+        self.point_at(cache, layer)
+        ranges, stream = self._host_ranges, torch.cuda.current_stream(self._device)
+        status = self._library.daric_transfer_cuda(
+            self.job, ranges.data_ptr(), len(ranges), self._kind, stream.device_index, stream.cuda_stream
+        )
+        if status:
+            error = self._library.daric_cuda_error().decode()
+            raise RuntimeError(f"the CUDA transfer kernel returned {status}: {error}")
+
+
+def are_pinned(ranges: torch.Tensor) -> torch.Tensor:
+    """Which records of `ranges` (int64 [n, 7]) CUDA kernels can use where they are: bool [n]."""
+    library, pinned = cuda_library(), torch.zeros(len(ranges), dtype=torch.bool)
+    assert library is not None
+    library.daric_pinned(ranges.data_ptr(), len(ranges), pinned.data_ptr())
+    return pinned
+
+
+def _order(offsets: torch.Tensor, pattern: PackedOrder | None) -> _Order:
+    """`daric::Order`; only the CPU kernel follows `offsets`, and only where there is no pattern."""
+    if pattern is None:
+        return _Order(offsets.data_ptr(), 0, 0, 0)
+    return _Order(offsets.data_ptr(), pattern.tile, pattern.pair, pattern.tile_stride)
+
+
+def _on_device(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The table there, without waiting for the device."""
+    table = table.contiguous()
+    return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)

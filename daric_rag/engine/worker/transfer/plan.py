@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from daric_rag.engine.worker.kv_layout import SUPPORTED_DTYPES, KVLayout
+from daric_rag.engine.worker.kv_layout import SUPPORTED_DTYPES, KVCaches
 
 NO_ROTATION = -1
 NO_RECORD = 0
+
+
+class Kind(IntEnum):
+    """What a transfer does; `Op` of csrc/transfer.h."""
+
+    SCATTER = 0
+    GATHER = 1
+    ROTATE = 2
 
 
 class TransferRange(NamedTuple):
@@ -45,33 +53,20 @@ class RopeTable:
 
     cos: torch.Tensor
     sin: torch.Tensor
-    rotary_dim: int
     neox: bool
 
     def __post_init__(self) -> None:
-        if self.rotary_dim < 2 or self.rotary_dim % 2:
-            raise ValueError(f"rotary_dim is {self.rotary_dim}, must be even and at least 2")
         for name, table in (("cos", self.cos), ("sin", self.sin)):
-            if table.dtype != torch.float32 or table.dim() != 2 or table.shape[1] != self.rotary_dim // 2:
+            if table.dtype != torch.float32 or table.dim() != 2 or table.shape != self.cos.shape:
                 raise ValueError(
-                    f"{name} is {table.dtype} {tuple(table.shape)}, "
-                    f"must be float32 [rows, {self.rotary_dim // 2}]"
+                    f"{name} is {table.dtype} {tuple(table.shape)}, must be float32 [rows, rotary_dim // 2] "
+                    f"like cos {tuple(self.cos.shape)}"
                 )
-        if self.cos.shape != self.sin.shape:
-            raise ValueError(f"cos has shape {tuple(self.cos.shape)}, sin {tuple(self.sin.shape)}")
 
-    @cached_property
-    def _tables_by_device(self) -> dict[torch.device, tuple[torch.Tensor, torch.Tensor]]:
-        return {}
-
-    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Contiguous `cos` and `sin` on `device`, copied there once."""
-        if device not in self._tables_by_device:
-            self._tables_by_device[device] = (
-                self.cos.to(device).contiguous(),
-                self.sin.to(device).contiguous(),
-            )
-        return self._tables_by_device[device]
+    @property
+    def rotary_dim(self) -> int:
+        """How many dims of a head turn."""
+        return 2 * self.cos.shape[1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,87 +76,60 @@ class TransferPlan:
     `ranges`: int64 [n, 7], the fields of TransferRange. `pieces`: int64 [p, 5], the ranges cut at block
     boundaries (index of the range, block id, first and end token within the block, first token within the
     range). A record is contiguous [num_layers, 2 (K, V), record_tokens, num_kv_heads, head_dim] in
-    `storage_dtype`; the caller keeps its memory and the plan alive, on CUDA until the stream has passed
-    the call. CUDA kernels access pinned records directly; others are copied.
+    `storage_dtype`; its memory is the caller's. `rope_rows`: how many rows of a RopeTable the ranges name.
     """
 
+    caches: KVCaches
     ranges: torch.Tensor
     pieces: torch.Tensor
     storage_dtype: torch.dtype
-    num_layers: int
-    num_blocks: int
-    block_size: int
-    num_tokens: int
     rope_rows: int
-    has_records: bool
-    destinations_disjoint: bool
 
     @classmethod
     def build(
         cls,
-        ranges: Sequence[TransferRange] | torch.Tensor,
-        block_tables: Sequence[int] | torch.Tensor,
-        *,
-        layout: KVLayout,
-        num_blocks: int,
-        num_layers: int,
+        ranges: Sequence[TransferRange],
+        block_tables: Sequence[int],
+        caches: KVCaches,
         storage_dtype: torch.dtype,
     ) -> TransferPlan:
-        """Check that ranges lie inside their records and tables, block ids inside a cache of `num_blocks`.
+        """Check that ranges lie inside their records and tables, block ids inside the caches.
 
         `record_address` 0 stands for "no record" (rotation in place only). Ranges of 0 tokens are dropped.
         Raises ValueError naming the range, the field, its value and what is allowed.
         """
         if storage_dtype not in SUPPORTED_DTYPES:
             raise ValueError(f"storage_dtype is {storage_dtype}, must be one of {SUPPORTED_DTYPES}")
-        if num_layers < 1:
-            raise ValueError(f"num_layers is {num_layers}, must be at least 1")
-        table = _as_int64(block_tables, "block_tables", 1)
-        rows = _as_int64(ranges if len(ranges) else torch.empty(0, 7, dtype=torch.int64), "ranges", 2)
-        _check_ranges(rows, len(table), layout.block_size)
+        block_size = caches.layout.block_size
+        table = np.array(block_tables, dtype=np.int64).reshape(-1)
+        rows = np.array(ranges, dtype=np.int64).reshape(-1, len(TransferRange._fields))
+        _check_ranges(rows, len(table), block_size)
         rows = rows[rows[:, 3] > 0]
-        pieces = _block_pieces(rows, table, layout.block_size)
-        _check_block_ids(pieces, num_blocks)
-        return cls(
-            ranges=torch.from_numpy(rows),
-            pieces=torch.from_numpy(pieces),
-            storage_dtype=storage_dtype,
-            num_layers=num_layers,
-            num_blocks=num_blocks,
-            block_size=layout.block_size,
-            num_tokens=int(rows[:, 3].sum()),
-            rope_rows=int(rows[:, 6].max(initial=NO_ROTATION)) + 1,
-            has_records=bool((rows[:, 0] != NO_RECORD).all()),
-            destinations_disjoint=_are_disjoint(pieces),
-        )
+        pieces = _block_pieces(rows, table, block_size)
+        _check_block_ids(pieces, caches.num_blocks)
+        rope_rows = int(rows[:, 6].max(initial=NO_ROTATION)) + 1
+        return cls(caches, torch.from_numpy(rows), torch.from_numpy(pieces), storage_dtype, rope_rows)
 
-    @cached_property
-    def _copies_by_device(self) -> dict[torch.device, tuple[torch.Tensor, torch.Tensor]]:
-        return {}
+    def check(self, kind: Kind, rope: RopeTable | None) -> None:
+        """Raise ValueError unless the plan can be carried out as a `kind`, with the rotations of `rope`."""
+        if kind is not Kind.ROTATE and bool((self.ranges[:, 0] == NO_RECORD).any()):
+            raise ValueError(f"a range has record_address 0, but {kind.name} needs records")
+        if kind is Kind.GATHER:
+            return
+        if not _are_disjoint(self.pieces.numpy()):
+            raise ValueError("two ranges of the plan write the same slot of a block")
+        rows = 0 if rope is None else len(rope.cos)
+        if rows < self.rope_rows:
+            raise ValueError(f"rope has {rows} rows, the plan needs {self.rope_rows}")
+        head_dim = self.caches.layout.head_dim
+        if rope is not None and not 2 <= rope.rotary_dim <= head_dim:
+            raise ValueError(f"rope.rotary_dim is {rope.rotary_dim}, must be 2 to head_dim {head_dim}")
 
-    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """`ranges` and `pieces` on `device`, copied there once."""
-        if device not in self._copies_by_device:
-            self._copies_by_device[device] = (self.ranges.to(device), self.pieces.to(device))
-        return self._copies_by_device[device]
-
-
-def _as_int64(
-    values: Sequence[int] | Sequence[TransferRange] | torch.Tensor, name: str, dims: int
-) -> NDArray[np.int64]:
-    """A fresh contiguous int64 array, so that later changes of the caller's tensor cannot undo the checks."""
-    array = values.cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
-    if array.size == 0:
-        array = array.astype(np.int64)
-    if (
-        array.ndim != dims
-        or array.dtype.kind not in "iu"
-        or (dims == 2 and array.shape[1] != len(TransferRange._fields))
-    ):
-        raise ValueError(
-            f"{name} is {array.dtype} {array.shape}, must be integers of {'[n]' if dims == 1 else '[n, 7]'}"
-        )
-    return np.array(array, dtype=np.int64, order="C")
+    def select(self, wanted: torch.Tensor) -> TransferPlan:
+        """The plan of some of the ranges: `wanted` is bool [n]."""
+        pieces = self.pieces[wanted[self.pieces[:, 0]]]
+        pieces[:, 0] = (wanted.cumsum(0) - 1)[pieces[:, 0]]
+        return replace(self, ranges=self.ranges[wanted], pieces=pieces)
 
 
 def _check_ranges(rows: NDArray[np.int64], num_entries: int, block_size: int) -> None:
