@@ -140,17 +140,23 @@ class StoreStats:
     host_bytes: int = 0
     host_budget: int = 0
     host_records: int = 0
+    detached_bytes: int = 0
+    """Of records that found no room in host memory's arena and are being read or wait to be written."""
+    detached_budget: int = 0
     disk_bytes: int = 0
     disk_budget: int = 0
     disk_records: int = 0
+    disk_other_bytes: int = 0
+    """Of other models and ranks under the same budget, when the directory was last looked at."""
     pins: int = 0
     reservations: int = 0
     host_hits: int = 0
     disk_hits: int = 0
     misses: int = 0
+    no_room: int = 0
+    """Records on disk that could not be read for lack of memory; no misses."""
     evictions: int = 0
     disk_evictions: int = 0
-    demotions: int = 0
     promotions: int = 0
     disk_writes: int = 0
     pending_writes: int = 0

@@ -146,17 +146,14 @@ def test_scheduler_side_reports_what_the_index_holds() -> None:
     assert look_up(side, "a", layout) == 0
     plan = RequestPlan.make("x", layout, range(layout.bounds[-1][1]), ROOT)
     segments = [segment for chunk in plan.chunks for segment in chunk.segments]
-    events = [
-        StoreEvent("added", segment.key, segment.parent, segment.num_tokens, Tier.HOST)
-        for segment in segments
-    ]
+    events = [StoreEvent("added", segment.key, Tier.HOST) for segment in segments]
     side.apply([], events[:2])
     assert look_up(side, "b", layout) == 2 * BLOCK  # the second chunk lacks its second segment
     side.apply([], events[2:])
     assert look_up(side, "c", layout) == 12 * BLOCK
     assert look_up(side, "c", layout, prefix=5 * BLOCK) == 7 * BLOCK
     removed = segments[-1]
-    side.apply([], [StoreEvent("removed", removed.key, removed.parent, removed.num_tokens, Tier.HOST)])
+    side.apply([], [StoreEvent("removed", removed.key, Tier.HOST)])
     assert look_up(side, "d", layout) == 2 * BLOCK
     # What the store lacked is forgotten, unless it was stored since.
     side.apply([segments[0].key, segments[1].key], events[:1])

@@ -19,7 +19,7 @@ ACTIONS = st.tuples(
 
 
 def event(kind: str, key: bytes, tier: Tier) -> StoreEvent:
-    return StoreEvent(kind=kind, key=key, tier=tier, parent=b"", num_tokens=16)  # type: ignore[arg-type]
+    return StoreEvent(kind=kind, key=key, tier=tier)  # type: ignore[arg-type]
 
 
 @given(st.lists(st.lists(ACTIONS, max_size=4), max_size=12), st.sets(st.sampled_from(KEYS)))

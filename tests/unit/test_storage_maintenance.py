@@ -246,7 +246,7 @@ def test_uses_are_counted_over_engines_and_restarts(tmp_path: Path) -> None:
         store = open_store(tmp_path, records=2)
         for number in range(4):
             save(store, key_of(number))
-        assert store.flush(10)
+            assert store.flush(10)
         assert load(store, key_of(0)) and not load(store, key_of(99))
         evictions = store.stats().evictions
         assert evictions > 0

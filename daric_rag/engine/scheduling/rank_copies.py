@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 
 from daric_rag.engine.keys import SegmentKey, Tier
 from daric_rag.engine.storage.base import StoreEvent
@@ -34,23 +33,16 @@ class RankCopies:
             for key in keys:
                 for tier in Tier:
                     self._lose(rank, key, tier)
-        told = [
-            one for rank, own in sorted(events.items()) for event in own for one in self._told(rank, event)
-        ]
+        told = [event for rank, own in sorted(events.items()) for event in own if self._is_news(rank, event)]
         return [key for keys in missing.values() for key in keys], told
 
-    def _told(self, rank: int, event: StoreEvent) -> Iterator[StoreEvent]:
+    def _is_news(self, rank: int, event: StoreEvent) -> bool:
         if event.kind == "removed":
             self._lose(rank, event.key, event.tier)
-            yield event
-            return
+            return True
         holders = self._holders[event.key, event.tier]
         holders.add(rank)
-        if len(holders) == self._num_ranks:
-            yield replace(event, kind="added")
-        if event.kind != "added" and event.tier is Tier.DISK:  # its copy in memory has moved there
-            self._lose(rank, event.key, Tier.HOST)
-            yield replace(event, kind="removed", tier=Tier.HOST)
+        return len(holders) == self._num_ranks
 
     def _lose(self, rank: int, key: SegmentKey, tier: Tier) -> None:
         self._holders[key, tier].discard(rank)

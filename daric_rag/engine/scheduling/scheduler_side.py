@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from daric_rag.engine.keys import SegmentKey, Tier
+from daric_rag.engine.keys import SegmentKey
 from daric_rag.engine.metrics import RequestReport
 from daric_rag.engine.scheduling.index.base import KVIndex
 from daric_rag.engine.scheduling.plan import ChunkLayout, RequestPlan, StepPlan
@@ -162,9 +162,5 @@ class SchedulerSide:
         """Bring the index up to date with what the worker's store lacked and, after that, with what it did."""
         self.index.remove(missing)
         for event in events:
-            if event.kind == "removed":
-                self.index.remove([event.key], event.tier)
-                continue
-            self.index.insert([event.key], event.tier)
-            if event.kind == "tier_changed" and event.tier is Tier.DISK:
-                self.index.remove([event.key], Tier.HOST)
+            change = self.index.insert if event.kind == "added" else self.index.remove
+            change([event.key], event.tier)

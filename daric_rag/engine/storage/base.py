@@ -69,20 +69,19 @@ def check_segment(key: SegmentKey, parent: SegmentKey, num_tokens: int) -> None:
 
 @dataclass(frozen=True)
 class StoreEvent:
-    """A record appeared, moved between tiers, or is gone; drained by the worker for the scheduler's index."""
+    """A copy of a record appeared in a tier, or is gone from it; drained by the worker for the index."""
 
-    kind: Literal["added", "tier_changed", "removed"]
+    kind: Literal["added", "removed"]
     key: SegmentKey
-    parent: SegmentKey
-    num_tokens: int
     tier: Tier
 
 
 class WriteHandle:
     """Space for a record that is being saved: fill `data`, then `KVStore.commit` or `KVStore.abort`.
 
-    `data` is `uint8[payload_nbytes]` in the arena, at `address`, and belongs to the handle: a handle dropped
-    without either call gives its space back, so `data` must not outlive it.
+    `data` is `uint8[payload_nbytes]` at `address`, in the arena or beside it (page-locked only in the arena), and
+    belongs to the handle: a handle dropped without either call gives its space back, so `data` must not outlive
+    it.
     """
 
     __slots__ = ("_abandon", "address", "data", "key", "num_tokens", "record")
@@ -108,8 +107,8 @@ class Arrival(Protocol):
     def is_ready(self, layer: int) -> bool:
         """Whether `layer` is in memory and verified."""
 
-    def wait(self, layer: int) -> bool:
-        """Block until it is; False if it will not be."""
+    def wait(self, layer: int, deadline: float | None) -> bool:
+        """Block until it is; False if it will not be, or is not by `deadline` (`time.monotonic()`)."""
 
 
 class ReadHandle:
@@ -140,9 +139,14 @@ class ReadHandle:
         self._arrival = arrival
         self._abandon = abandon
 
-    def wait(self, layer: int) -> bool:
-        """Block until the bytes of `layer` are resident and verified; False means damaged or gone: a miss."""
-        return self._arrival is None or self._arrival.wait(layer)
+    def wait(self, layer: int, deadline: float | None = None) -> bool:
+        """Block until the bytes of `layer` are resident and verified; False is a miss: damaged, gone or late.
+
+        `deadline` in seconds of `time.monotonic()`, one for as many handles as one likes; None: as long as it
+        takes. A late read goes on and serves a later step: nothing is deleted, and nobody need be told that
+        the record is missing. Give its chunk up and release the handle as after damage.
+        """
+        return self._arrival is None or self._arrival.wait(layer, deadline)
 
     def is_ready(self, layer: int) -> bool:
         """Whether `wait(layer)` would return True at once."""

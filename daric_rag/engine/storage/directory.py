@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from daric_rag.engine.keys import SegmentKey
 from daric_rag.engine.storage.base import Bytes
+from daric_rag.engine.storage.policy import MAX_ACCESSES
 from daric_rag.engine.storage.record import (
     SUFFIX,
     DamagedRecordError,
@@ -28,6 +29,8 @@ _RECORD_NAME = re.compile(r"[0-9a-f]{64}\.kv")
 _ROOT_NAME = re.compile(r"[0-9a-f]{64}")
 _TEMPORARY_NAME = re.compile(r"(\d+)-(\d+)-\d+-\d+\.tmp")
 _temporary_numbers = itertools.count()
+_SECOND_NS = 1_000_000_000
+_ACCESS_NS = 1_000_000
 
 
 def root_directory(path: str, root: bytes) -> str:
@@ -72,14 +75,15 @@ def check_header(file: str, root: bytes, key: SegmentKey) -> RecordHeader:
     return header
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class FoundFile:
-    """A file that bears a record's name; `last_access` in seconds since the epoch."""
+    """A file that bears a record's name; `last_access` in seconds since the epoch, `accesses` as `stamp` left it."""
 
     key: SegmentKey
     path: str
     nbytes: int
     last_access: float
+    accesses: int = 1
 
 
 def list_records(path: str, root: bytes, rank: int) -> Iterator[FoundFile]:
@@ -98,7 +102,20 @@ def list_records(path: str, root: bytes, rank: int) -> Iterator[FoundFile]:
                 with contextlib.suppress(OSError):
                     status = entry.stat(follow_symlinks=False)
                     key = bytes.fromhex(entry.name.removesuffix(SUFFIX))
-                    yield FoundFile(key, entry.path, status.st_size, status.st_mtime)
+                    accesses, rest = divmod(status.st_mtime_ns % _SECOND_NS, _ACCESS_NS)
+                    if rest or not 1 <= accesses <= MAX_ACCESSES:  # no stamp: the time of writing
+                        accesses = 1
+                    yield FoundFile(key, entry.path, status.st_size, status.st_mtime, accesses)
+
+
+def stamp(file: str, last_access: float, accesses: int) -> None:
+    """Keep for later engines when a record was last used, and how often, in its file's modification time.
+
+    The count takes the place of the milliseconds; a file system that keeps whole seconds only forgets it.
+    """
+    with contextlib.suppress(OSError):
+        at = int(last_access) * _SECOND_NS + accesses * _ACCESS_NS
+        os.utime(file, ns=(at, at), follow_symlinks=False)
 
 
 def stored_keys(path: str, root: bytes, num_ranks: int) -> set[SegmentKey]:

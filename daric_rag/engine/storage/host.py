@@ -1,20 +1,17 @@
-"""Records in host memory: an arena with a byte budget, what lies in it, and eviction that minds pins."""
+"""Records in host memory: an arena with a byte budget, buffers beside it, and eviction that minds pins."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from enum import Enum, auto
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from daric_rag.engine.keys import SegmentKey
+from daric_rag.engine.keys import SegmentKey, Tier
 from daric_rag.engine.storage.arena import Arena, aligned
-from daric_rag.engine.storage.base import Bytes, RecordSpec
+from daric_rag.engine.storage.base import Arrival, Bytes, RecordSpec, StoreEvent
 from daric_rag.engine.storage.policy import EvictionPolicy
-
-if TYPE_CHECKING:
-    from daric_rag.engine.storage.loader import Load
 
 DETACHED = -1
 
@@ -29,7 +26,7 @@ class State(Enum):
 
 
 class HostRecord:
-    """One segment's bytes; `pins` counts who relies on `data`, the writer or the load itself included."""
+    """One segment's bytes; `pins` counts who relies on `data`: readers, the writer or load, the disk queue."""
 
     __slots__ = ("data", "key", "load", "namespace", "num_tokens", "offset", "parent", "pins", "state")
 
@@ -44,7 +41,7 @@ class HostRecord:
         self.data = data
         self.pins = 1
         self.state = State.WRITING
-        self.load: Load | None = None
+        self.load: Arrival | None = None
 
     @property
     def attached(self) -> bool:
@@ -55,16 +52,27 @@ class HostRecord:
 class HostTier:
     """Not thread-safe: `KVStore` calls it under its lock.
 
-    `on_evict` is called with every record that eviction takes away, while its bytes are still there.
+    A record that finds no room in the arena may lie beside it, detached, within a budget of its own: as long
+    as it is pinned and no longer.
     """
 
     def __init__(
-        self, spec: RecordSpec, nbytes: int, *, pin_memory: bool, on_evict: Callable[[HostRecord], None]
+        self,
+        spec: RecordSpec,
+        nbytes: int,
+        *,
+        detached_budget: int,
+        pin_memory: bool,
+        events: list[StoreEvent],
+        counts: Counter[str],
     ) -> None:
         self.spec = spec
         self.arena = Arena(nbytes, pin_memory=pin_memory)
+        self.detached_budget = detached_budget
+        self.detached_bytes = 0
         self._free = self.arena.free_list
-        self._on_evict = on_evict
+        self._events = events
+        self._counts = counts
         self._policy = EvictionPolicy()
         self._records: dict[SegmentKey, HostRecord] = {}
 
@@ -84,11 +92,15 @@ class HostTier:
         """All complete records."""
         return (record for record in self._records.values() if record.state is State.READY)
 
+    def fits(self, num_tokens: int) -> bool:
+        """Whether the arena could hold such a record if nothing else lay in it."""
+        return aligned(self.spec.payload_nbytes(num_tokens)) <= self._free.size
+
     def reserve(
-        self, key: SegmentKey, parent: SegmentKey, num_tokens: int, namespace: bytes
+        self, key: SegmentKey, parent: SegmentKey, num_tokens: int, namespace: bytes, *, accesses: int = 1
     ) -> HostRecord | None:
         """A new record, pinned once, in state WRITING; None if it is here already or cannot fit."""
-        if key in self._records:
+        if key in self._records or not self.fits(num_tokens):
             return None
         nbytes = self.spec.payload_nbytes(num_tokens)
         offset = self._make_room(nbytes)
@@ -96,42 +108,40 @@ class HostTier:
             return None
         record = HostRecord(key, parent, num_tokens, namespace, offset, self.arena.view(offset, nbytes))
         self._records[key] = record
-        self._policy.add(key, parent)
+        self._policy.add(key, parent, accesses=accesses)
         self._policy.pin(key)
         return record
 
     def detached(
-        self,
-        key: SegmentKey,
-        parent: SegmentKey,
-        num_tokens: int,
-        namespace: bytes,
-        data: Bytes | None = None,
-    ) -> HostRecord:
-        """A record outside the tier, with memory of its own: for a reader the arena has no room for."""
-        if data is None:
-            data = np.empty(self.spec.payload_nbytes(num_tokens), dtype=np.uint8)
-        record = HostRecord(key, parent, num_tokens, namespace, DETACHED, data)
-        record.state = State.READY
+        self, key: SegmentKey, parent: SegmentKey, num_tokens: int, namespace: bytes
+    ) -> HostRecord | None:
+        """The same beside the arena; None if it is here already or the budget is spent."""
+        nbytes = self.spec.payload_nbytes(num_tokens)
+        if key in self._records or self.detached_bytes + nbytes > self.detached_budget:
+            return None
+        self.detached_bytes += nbytes
+        data = np.empty(nbytes, dtype=np.uint8)
+        record = self._records[key] = HostRecord(key, parent, num_tokens, namespace, DETACHED, data)
         return record
 
     def publish(self, record: HostRecord) -> None:
         """Writing or loading is done: the record is complete, and its first pin is gone."""
-        if record.state is not State.DEAD:
-            record.state = State.READY
+        record.state = State.READY
+        self._events.append(StoreEvent("added", record.key, Tier.HOST))
         self.unpin(record)
 
     def discard(self, record: HostRecord) -> None:
         """Take the record out of the tier; its bytes stay until the last pin is gone."""
         if record.state is State.DEAD:
             return
+        if record.state is State.READY:
+            self._events.append(StoreEvent("removed", record.key, Tier.HOST))
         record.state = State.DEAD
-        if not record.attached:
-            return
         del self._records[record.key]
-        self._policy.remove(record.key)
+        if record.attached:
+            self._policy.remove(record.key)
         if not record.pins:
-            self._free.release(record.offset, record.data.nbytes)
+            self._give_back(record)
 
     def touch(self, record: HostRecord) -> None:
         """Note one use of the record."""
@@ -147,21 +157,26 @@ class HostTier:
     def unpin(self, record: HostRecord) -> None:
         """Undo one pin."""
         record.pins -= 1
-        if record.pins or not record.attached:
+        if record.pins:
             return
         if record.state is State.DEAD:
-            self._free.release(record.offset, record.data.nbytes)
-        else:
+            self._give_back(record)
+        elif record.attached:
             self._policy.unpin(record.key)
+        else:
+            self.discard(record)
 
     def _make_room(self, nbytes: int) -> int | None:
-        if aligned(nbytes) > self._free.size:
-            return None
         while (offset := self._free.allocate(nbytes)) is None:
             victim = self._policy.victim()
             if victim is None:
                 return None
-            record = self._records[victim]
-            self._on_evict(record)
-            self.discard(record)
+            self._counts["evictions"] += 1
+            self.discard(self._records[victim])
         return offset
+
+    def _give_back(self, record: HostRecord) -> None:
+        if record.attached:
+            self._free.release(record.offset, record.data.nbytes)
+        else:
+            self.detached_bytes -= record.data.nbytes

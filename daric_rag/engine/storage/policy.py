@@ -9,6 +9,8 @@ from itertools import count
 from daric_rag.engine.keys import SegmentKey
 
 MAX_TURNS = 4.0
+MAX_ACCESSES = int(2**MAX_TURNS)
+"""Uses beyond this many change nothing any more."""
 
 
 class _Entry:
@@ -33,6 +35,8 @@ class EvictionPolicy:
 
     Scores never fall, so the heap keeps one lower bound a record and corrects it when the record comes up:
     touching costs O(1) for each segment up to the chunk's first, `victim` amortised O(log n).
+
+    `min_turn`: a turn is at least this long, for as long as the tier is being filled from what it held before.
     """
 
     def __init__(self) -> None:
@@ -41,6 +45,7 @@ class EvictionPolicy:
         self._heap: list[tuple[float, int, _Entry]] = []
         self._order = count()
         self._tick = 0
+        self.min_turn = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -68,6 +73,10 @@ class EvictionPolicy:
         while entry is not None and entry.tick != self._tick:  # a cycle of damaged parents ends here too
             self._rescore(entry)
             entry = self._entries.get(entry.parent)
+
+    def accesses(self, key: SegmentKey) -> int:
+        """How often `key` was used, as far as that counts."""
+        return min(self._entries[key].accesses, MAX_ACCESSES)
 
     def pin(self, key: SegmentKey) -> None:
         """Keep `key` until as many `unpin` calls."""
@@ -118,7 +127,7 @@ class EvictionPolicy:
     def _rescore(self, entry: _Entry) -> None:
         entry.tick = self._tick
         turns = min(math.log2(entry.accesses), MAX_TURNS)
-        entry.score = max(entry.score, self._tick + turns * len(self._entries))
+        entry.score = max(entry.score, self._tick + turns * max(len(self._entries), self.min_turn))
 
     def _queue(self, entry: _Entry) -> None:
         if entry.queued or not self._evictable(entry):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Iterable
 
 from daric_rag.engine.keys import KEY_BYTES, SegmentKey, Tier
 from daric_rag.engine.metrics import StoreStats
 from daric_rag.engine.storage.base import ReadHandle, RecordSpec, StoreEvent, WriteHandle, check_segment
 from daric_rag.engine.storage.disk import DiskRecord, DiskTier
-from daric_rag.engine.storage.events import EventLog
 from daric_rag.engine.storage.host import HostRecord, HostTier, State
 from daric_rag.engine.storage.loader import Load, Loader, Outcome
 from daric_rag.engine.storage.manifest import Manifest
@@ -22,9 +22,11 @@ from daric_rag.errors import EngineClosedError
 class KVStore:
     """Holds segments as canonical records; safe to call from any thread, and no call waits for a write.
 
-    `host_bytes` and `disk_bytes` are budgets of this store: one model (`root`), one rank. The disk budget
-    bounds the directory of that model and rank, whoever writes there. `model_id` and
-    `namespace` (of records that are reserved without one) are for people: keys must tell both apart already.
+    `host_bytes` is the budget of this store's arena. With a disk tier up to `detached_bytes` more (default: as
+    much again) hold records that find no room there while they are read, or until they are written.
+    `disk_bytes` is the budget of `disk_path`, whatever models and engines keep there; of an engine's
+    `num_ranks` ranks each keeps to its share of it. `model_id` and `namespace` (of records that are reserved
+    without one) are for people: keys must tell both apart already.
     Raises `ValueError` for options or keys out of range, `CacheUnavailableError` for a location that cannot
     be used, `EngineClosedError` after `close`.
     """
@@ -34,10 +36,12 @@ class KVStore:
         spec: RecordSpec,
         *,
         host_bytes: int,
+        detached_bytes: int | None = None,
         disk_path: str | None = None,
         disk_bytes: int = 0,
         model_id: str = "",
         rank: int = 0,
+        num_ranks: int = 1,
         root: bytes,
         pin_memory: bool = False,
         namespace: str = "",
@@ -48,7 +52,7 @@ class KVStore:
         self._namespace = namespace
         self._lock = threading.Lock()
         self._closed = False
-        self._events = EventLog()
+        self._events: list[StoreEvent] = []
         self._counts: Counter[str] = Counter()
         self._pins = 0
         self._reservations = 0
@@ -56,30 +60,44 @@ class KVStore:
         # Handles that were dropped: a destructor may run anywhere, even under our lock, so it leaves a note.
         self._dropped_reads: deque[object] = deque()
         self._dropped_writes: deque[object] = deque()
+        detached = host_bytes if detached_bytes is None else detached_bytes
+        self._host = HostTier(
+            spec,
+            host_bytes,
+            detached_budget=0 if disk_path is None else detached,
+            pin_memory=pin_memory,
+            events=self._events,
+            counts=self._counts,
+        )
         self._disk: DiskTier | None = None
         if disk_path is not None:
             self._disk = DiskTier(
-                spec, path=disk_path, root=root, rank=rank, budget=disk_bytes, on_removed=self._left_disk
+                spec,
+                path=disk_path,
+                root=root,
+                rank=rank,
+                num_ranks=num_ranks,
+                budget=disk_bytes,
+                events=self._events,
             )
-        self._host = HostTier(spec, host_bytes, pin_memory=pin_memory, on_evict=self._evicted)
-        if self._disk is not None:
             manifest = Manifest(root, model_id, spec)
             self._loader = Loader(self._loaded)
-            self._writer = WriteBehind(
-                self._lock, self._host, self._disk, self._events, self._counts, manifest
-            )
+            self._writer = WriteBehind(self._lock, self._host, self._disk, self._counts, manifest)
             self._writer.start()
 
     def reserve(
         self, key: SegmentKey, parent: SegmentKey, num_tokens: int, *, namespace: str | None = None
     ) -> WriteHandle | None:
-        """Space for a new record, invisible until `commit`; None if it cannot fit, or is in host memory."""
+        """Space for a new record, invisible until `commit`; None if it cannot fit, or is in host memory.
+
+        With a disk tier it also fits beside the arena, to be written from there.
+        """
         check_segment(key, parent, num_tokens)
         namespace = self._namespace if namespace is None else namespace
         digest = namespace_digest(namespace)
         with self._lock:
             self._enter()
-            record = self._host.reserve(key, parent, num_tokens, digest)
+            record = self._reserve(key, parent, num_tokens, digest)
             if record is None:
                 return None
             if self._disk is not None:
@@ -95,9 +113,9 @@ class KVStore:
             if not isinstance(record, HostRecord):
                 return
             self._reservations -= 1
-            self._publish(record)
             if self._disk is not None:
                 self._writer.enqueue(record)
+            self._host.publish(record)
 
     def abort(self, handle: WriteHandle) -> None:
         """Give the space of an unfinished record back."""
@@ -107,18 +125,22 @@ class KVStore:
                 self._abort(record)
 
     def acquire(self, key: SegmentKey) -> ReadHandle | None:
-        """The pinned record of `key`, or None for a miss; one on disk begins to be read, and so promoted."""
+        """The pinned record of `key`, or None for a miss; one on disk begins to be read, and so promoted.
+
+        None also while there is no room to read it into, neither in the arena nor beside it (`no_room` of
+        `stats`): such a record is not missing, and `contains` says so.
+        """
         with self._lock:
             self._enter()
             handle = self._acquire(key)
-            if handle is not None or self._disk is None:
-                return self._count_hit(handle)
+            if handle is not None or self._disk is None or self._is_known(key):
+                return self._count(key, handle)
         found = self._disk.find(key)  # not under the lock: this may wait for a disk
         with self._lock:
             self._enter()
-            if found is not None and (record := self._disk.adopt(found)) is not None:
-                self._events.add("added", record, Tier.DISK)
-            return self._count_hit(self._acquire(key))
+            if found is not None:
+                self._disk.adopt(found)
+            return self._count(key, self._acquire(key))
 
     def release(self, handle: ReadHandle) -> None:
         """Unpin; a second call does nothing."""
@@ -134,16 +156,28 @@ class KVStore:
             record = self._host.get(key)
             if record is not None and record.state is State.READY:
                 return Tier.HOST
-            if self._disk is None:
-                return None
-            if self._disk.get(key) is not None or self._writer.demoted(key) is not None:
-                return Tier.DISK
+            if self._disk is None or self._disk.get(key) is not None:
+                return None if self._disk is None else Tier.DISK
         return Tier.DISK if self._disk.find(key) is not None else None
+
+    def disk_nbytes_of(self, keys: Iterable[SegmentKey]) -> int:
+        """Bytes that `acquire` of all `keys` would have to read from disk, as far as is known without looking."""
+        with self._lock:
+            on_disk = (
+                (self._disk.get(key) for key in keys if self._host.get(key) is None) if self._disk else ()
+            )
+            return sum(record.nbytes for record in on_disk if record is not None)
+
+    def read_bytes_per_s(self) -> float | None:
+        """What the disk has lately given while it was read from; None if unknown (see `ReadRate`)."""
+        return None if self._disk is None else self._loader.rate.value()
 
     def drain_events(self) -> list[StoreEvent]:
         """What happened since the last call, in order."""
         with self._lock:
-            return self._events.drain()
+            events = self._events.copy()
+            self._events.clear()
+            return events
 
     def stats(self) -> StoreStats:
         """Counters so far."""
@@ -155,17 +189,20 @@ class KVStore:
                 host_bytes=self._host.used_bytes,
                 host_budget=self._host.arena.free_list.size,
                 host_records=len(self._host),
+                detached_bytes=self._host.detached_bytes,
+                detached_budget=self._host.detached_budget,
                 disk_bytes=disk.used_bytes if disk is not None else 0,
                 disk_budget=disk.budget if disk is not None else 0,
                 disk_records=len(disk) if disk is not None else 0,
+                disk_other_bytes=disk.other_bytes if disk is not None else 0,
                 pins=self._pins,
                 reservations=self._reservations,
                 host_hits=counts["host_hits"],
                 disk_hits=counts["disk_hits"],
                 misses=counts["misses"],
+                no_room=counts["no_room"],
                 evictions=counts["evictions"],
                 disk_evictions=counts["disk_evictions"],
-                demotions=counts["demotions"],
                 promotions=counts["promotions"],
                 disk_writes=counts["disk_writes"],
                 pending_writes=writer.pending if writer is not None else 0,
@@ -188,9 +225,10 @@ class KVStore:
                 return
             self._closed = True
         if self._disk is not None:
-            self._loader.close()
-            self._writer.flush(timeout, lambda: True)
-            self._writer.close(timeout)
+            deadline = time.monotonic() + timeout
+            self._loader.close(timeout)
+            self._writer.flush(deadline - time.monotonic(), lambda: True)
+            self._writer.close(max(0.0, deadline - time.monotonic()))
         with self._lock:
             self._host.arena.close()
 
@@ -218,59 +256,64 @@ class KVStore:
         self._pins -= 1
         self._host.unpin(record)
 
-    def _publish(self, record: HostRecord) -> None:
-        on_disk = self._disk is not None and self._disk.get(record.key) is not None
-        self._host.publish(record)
-        self._events.add("tier_changed" if on_disk else "added", record, Tier.HOST)
+    def _reserve(
+        self, key: SegmentKey, parent: SegmentKey, num_tokens: int, namespace: bytes
+    ) -> HostRecord | None:
+        """Room in the arena, else beside it, else in place of older records that the disk is too slow for."""
+        record = self._host.reserve(key, parent, num_tokens, namespace)
+        if record is not None or self._disk is None or self._host.get(key) is not None:
+            return record
+        if not self._writer.read_only:
+            record = self._host.detached(key, parent, num_tokens, namespace)
+        while record is None and self._host.fits(num_tokens) and self._writer.give_up():
+            record = self._host.reserve(key, parent, num_tokens, namespace)
+        return record
+
+    def _is_known(self, key: SegmentKey) -> bool:
+        return self._host.get(key) is not None or (self._disk is not None and self._disk.get(key) is not None)
 
     def _acquire(self, key: SegmentKey) -> ReadHandle | None:
         record = self._host.get(key)
-        if record is not None and record.state is State.READY:
-            return self._read(record, Tier.HOST)
-        if record is not None and record.state is State.LOADING:
-            return self._read(record, Tier.DISK)
-        if self._disk is None:
+        if record is None and self._disk is not None:
+            on_disk = self._disk.get(key)
+            record = None if on_disk is None else self._load(on_disk)
+        if record is None or record.state is State.WRITING:
             return None
-        job = self._writer.demoted(key)
-        if job is not None:
-            return self._read(
-                self._host.detached(key, job.parent, job.num_tokens, job.namespace, job.data), Tier.HOST
-            )
-        on_disk = self._disk.get(key)
-        return None if on_disk is None else self._read(self._load(on_disk), Tier.DISK)
-
-    def _read(self, record: HostRecord, tier: Tier) -> ReadHandle:
+        tier, arrival = (Tier.DISK, record.load) if record.state is State.LOADING else (Tier.HOST, None)
         self._host.pin(record)
         self._host.touch(record)
+        if self._disk is not None:
+            self._disk.touch(key)
         self._pins += 1
-        arrival = record.load if tier is Tier.DISK else None
         return ReadHandle(
-            record.key, record.num_tokens, tier, record.data, record, arrival, self._dropped_reads.append
+            key, record.num_tokens, tier, record.data, record, arrival, self._dropped_reads.append
         )
 
-    def _count_hit(self, handle: ReadHandle | None) -> ReadHandle | None:
-        self._counts["misses" if handle is None else f"{handle.tier}_hits"] += 1
+    def _count(self, key: SegmentKey, handle: ReadHandle | None) -> ReadHandle | None:
+        name = "misses" if handle is None else f"{handle.tier}_hits"
+        if handle is None and self._host.get(key) is None and self._is_known(key):
+            name = "no_room"
+        self._counts[name] += 1
         return handle
 
-    def _load(self, on_disk: DiskRecord) -> HostRecord:
-        """Start to read a record: into the arena, which promotes it, or beside it if there is no room."""
+    def _load(self, on_disk: DiskRecord) -> HostRecord | None:
+        """Start to read a record: into the arena, which promotes it, or beside it; None if there is no room."""
         assert self._disk is not None
-        key, parent, num_tokens, namespace = (
-            on_disk.key,
-            on_disk.parent,
-            on_disk.num_tokens,
-            on_disk.namespace,
-        )
-        record = self._host.reserve(key, parent, num_tokens, namespace)
+        key, parent = on_disk.key, on_disk.parent
+        num_tokens, namespace = on_disk.num_tokens, on_disk.namespace
+        accesses = self._disk.accesses(key)
+        record = self._host.reserve(key, parent, num_tokens, namespace, accesses=accesses)
         if record is None:
             record = self._host.detached(key, parent, num_tokens, namespace)
+        if record is None:
+            return None
         record.state = State.LOADING
         expected = self._disk.header_of(key, parent, num_tokens, namespace)
-        stale = self._disk.touch(on_disk, time.time())
-        record.load = Load(record, self._disk.file_of(key), expected, on_disk, touch_file=stale)
+        load = Load(record, self._disk.file_of(key), expected, on_disk)
+        record.load = load
         self._disk.pin(on_disk)
         self._loads += 1
-        self._loader.submit(record.load)
+        self._loader.submit(load)
         return record
 
     def _loaded(self, load: Load, outcome: Outcome) -> None:
@@ -285,25 +328,13 @@ class KVStore:
             self._writer.wake()
             self._disk.unpin(load.on_disk)
             if outcome is Outcome.COMPLETE:
-                if record.attached:
-                    self._counts["promotions"] += 1
-                    self._publish(record)
+                self._counts["promotions"] += record.attached
+                self._host.publish(record)
                 return
             self._host.discard(record)
             self._host.unpin(record)
             # Also when the file is merely unreadable: forgotten, it can be written anew.
             self._disk.forget(load.on_disk)
-
-    def _evicted(self, record: HostRecord) -> None:
-        self._counts["evictions"] += 1
-        if self._disk is not None and self._writer.demote(record):
-            self._counts["demotions"] += 1
-            self._events.add("tier_changed", record, Tier.DISK)
-        else:
-            self._events.add("removed", record, Tier.HOST)
-
-    def _left_disk(self, record: DiskRecord) -> None:
-        self._writer.forgotten(record)
 
 
 def _check_options(host_bytes: int, disk_path: str | None, disk_bytes: int, rank: int, root: bytes) -> None:

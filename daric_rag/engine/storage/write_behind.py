@@ -1,4 +1,4 @@
-"""The one thread that changes the disk tier: it writes what was committed or demoted."""
+"""The one thread that changes the disk tier: it writes what was committed."""
 
 from __future__ import annotations
 
@@ -8,49 +8,33 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import islice
 
-from daric_rag.engine.keys import SegmentKey, Tier
+from daric_rag.engine.keys import SegmentKey
 from daric_rag.engine.metrics import COUNTED
-from daric_rag.engine.storage.base import Bytes
 from daric_rag.engine.storage.counters import report_counters
-from daric_rag.engine.storage.disk import TOUCH_INTERVAL_S, DiskRecord, DiskTier
-from daric_rag.engine.storage.events import EventLog
-from daric_rag.engine.storage.host import HostRecord, HostTier, State
+from daric_rag.engine.storage.disk import STAMP_INTERVAL_S, DiskTier
+from daric_rag.engine.storage.host import HostRecord, HostTier
 from daric_rag.engine.storage.manifest import Manifest, update_manifest
 from daric_rag.engine.storage.record import RecordHeader
 
 logger = logging.getLogger(__name__)
 
-MAX_QUEUED_KEYS = 4096
-MAX_DEMOTED_SHARE = 8
-"""At most an eighth of the host budget is held once more, by records that left it unwritten."""
 FIRST_RETRY_S = 0.5
 LAST_RETRY_S = 30.0
 REFRESH_INTERVAL_S = 60.0
-REFRESH_SHARE = 16
+REFRESH_SHARE = 32
 ADOPT_BATCH = 64
 REPORT_INTERVAL_S = 10.0
-
-
-@dataclass(eq=False)
-class WriteJob:
-    """A record to write: pinned in host memory (`record`), or a copy of one that had to leave it."""
-
-    key: SegmentKey
-    parent: SegmentKey
-    num_tokens: int
-    namespace: bytes
-    data: Bytes
-    record: HostRecord | None = field(default=None)
 
 
 class WriteBehind:
     """Everything but `flush` and `close` is called under the lock of `KVStore`; nothing waits for the disk.
 
-    A committed record is written soon, from where it lies; what its queue cannot take is left to demotion.
-    A record that host memory evicts unwritten is copied, within limits, and written first.
+    A committed record is written soon, from where it lies in host memory: until then its place in the queue
+    pins it there, so nothing is ever copied. While nothing can be written nothing is pinned either.
     A failed write marks the tier read-only: one warning, then attempts at growing intervals until one works.
     """
 
@@ -59,21 +43,18 @@ class WriteBehind:
         lock: threading.Lock,
         host: HostTier,
         disk: DiskTier,
-        events: EventLog,
         counts: Counter[str],
         manifest: Manifest,
     ) -> None:
         self._changed = threading.Condition(lock)
         self._host = host
         self._disk = disk
-        self._events = events
         self._counts = counts
         self._manifest = manifest
         self._registered: set[str] = set()
-        self._queue: dict[SegmentKey, None] = {}  # in order
-        self._demoted: dict[SegmentKey, WriteJob] = {}
-        self._demoted_bytes = 0
-        self._max_demoted_bytes = host.arena.free_list.size // MAX_DEMOTED_SHARE
+        self._queue: dict[
+            SegmentKey, HostRecord
+        ] = {}  # in order, all pinned; empty while the tier is read-only
         self._busy = True
         self._stopping = False
         self.read_only = False
@@ -81,6 +62,7 @@ class WriteBehind:
         self._retry_at = 0.0
         self._refreshed_at = 0.0
         self._written_bytes = 0
+        self._stamped_at = time.monotonic()
         self._reported: Counter[str] = Counter()
         self._reported_at = 0.0
         self._reported_host_bytes = 0
@@ -93,34 +75,26 @@ class WriteBehind:
     @property
     def pending(self) -> int:
         """Records that are still to be written."""
-        return len(self._queue) + len(self._demoted)
+        return sum(1 for _ in self._lacking()) if self.read_only else len(self._queue)
 
     def enqueue(self, record: HostRecord) -> None:
         """Write a complete host record some time soon."""
-        if len(self._queue) < MAX_QUEUED_KEYS:
-            self._queue[record.key] = None
-            self._changed.notify_all()
-
-    def demote(self, record: HostRecord) -> bool:
-        """Keep a record that leaves host memory; False if it is lost."""
-        on_disk = self._disk.get(record.key) is not None and record.key not in self._queue
-        if on_disk or record.key in self._demoted:
-            return True
-        nbytes = record.data.nbytes
-        if self.read_only and time.monotonic() < self._retry_at:
-            return False
-        if self._demoted and self._demoted_bytes + nbytes > self._max_demoted_bytes:
-            return False
-        self._demoted[record.key] = WriteJob(
-            record.key, record.parent, record.num_tokens, record.namespace, record.data.copy()
-        )
-        self._demoted_bytes += nbytes
+        if not self.read_only:
+            self._host.pin(record)
+            self._queue[record.key] = record
         self._changed.notify_all()
-        return True
 
-    def demoted(self, key: SegmentKey) -> WriteJob | None:
-        """A record on its way from host memory to disk: readable from here."""
-        return self._demoted.get(key)
+    def give_up(self) -> bool:
+        """Leave the oldest record that only the queue keeps in the arena to eviction; False if there is none.
+
+        For a disk that is slower than what is stored: host memory goes on as if it were alone.
+        """
+        for record in self._queue.values():
+            if record.attached and record.pins == 1:
+                del self._queue[record.key]
+                self._host.unpin(record)
+                return True
+        return False
 
     def note_namespace(self, digest: bytes, name: str) -> None:
         """Have the manifest know this tenant before its first record is written."""
@@ -143,8 +117,13 @@ class WriteBehind:
             self._stopping = True
             self._changed.notify_all()
         self._thread.join(timeout)
-        if self._disk.rank == 0:
-            report_counters(self._disk.path, self._disk.root, self._increase(), None)
+
+    def _stamp(self) -> None:
+        """Tell the files how they were used, now and then, so that a later engine knows."""
+        with self._changed:
+            stamps = self._disk.take_stamps()
+            self._stamped_at = time.monotonic()
+        self._disk.stamp(stamps)
 
     def _report(self) -> None:
         """Enter what was counted since the last time, now and then; the first rank speaks for all."""
@@ -164,7 +143,10 @@ class WriteBehind:
         return increase
 
     def _idle(self) -> bool:
-        return not (self._busy or self._queue or self._demoted)
+        return not (self._busy or self.pending)
+
+    def _lacking(self) -> Iterator[HostRecord]:
+        return (record for record in self._host.ready() if self._disk.get(record.key) is None)
 
     def _run(self) -> None:
         try:
@@ -172,74 +154,73 @@ class WriteBehind:
                 update_manifest(self._disk.path, self._manifest)
             self._refresh()
             while not self._stopping:
-                job = self._next()
-                if job is not None:
-                    self._write(job)
+                record = self._next()
+                if record is not None:
+                    self._write(record)
                     if self._refresh_due():
                         self._refresh()
+                if time.monotonic() - self._stamped_at > STAMP_INTERVAL_S:
+                    self._stamp()
                 self._report()
+            self._stamp()
+            if self._disk.rank == 0:
+                report_counters(self._disk.path, self._disk.root, self._increase(), None)
         except Exception:  # the last resort: requests go on with what is in memory and on disk already
             logger.exception("KV cache on disk: %s is not written any more", self._disk.path)
             with self._changed:
-                self._busy, self.read_only, self._retry_at = False, True, math.inf
+                self._busy, self._retry_at = False, math.inf
+                if not self.read_only:
+                    self._give_all_up()
                 self._changed.notify_all()
 
-    def _next(self) -> WriteJob | None:
-        """The next record to write; None after a while without one, and at the end."""
+    def _next(self) -> HostRecord | None:
+        """The next record to write, pinned; None after a while without one, and at the end."""
         with self._changed:
             self._busy = False
             until = time.monotonic() + REPORT_INTERVAL_S
             while not self._stopping and time.monotonic() < until:
                 wait_s = self._retry_at - time.monotonic() if self.read_only else 0.0
-                job = self._take() if wait_s <= 0 else None
-                if job is not None:
+                record = self._take() if wait_s <= 0 else None
+                if record is not None:
                     self._busy = True
-                    return job
+                    return record
                 self._changed.notify_all()
-                self._changed.wait(wait_s if self.pending and wait_s > 0 else REPORT_INTERVAL_S)
+                self._changed.wait(min(wait_s, REPORT_INTERVAL_S) if wait_s > 0 else REPORT_INTERVAL_S)
             return None
 
-    def _take(self) -> WriteJob | None:
-        if self._demoted:
-            return next(iter(self._demoted.values()))
-        while self._queue:
-            key = next(iter(self._queue))
-            del self._queue[key]
-            record = self._host.get(key)
-            if record is None or record.state is not State.READY:
-                continue
+    def _take(self) -> HostRecord | None:
+        if not self.read_only:
+            return self._queue.pop(next(iter(self._queue))) if self._queue else None
+        record = next(self._lacking(), None)  # any will do to see whether the disk can be written again
+        if record is not None:
             self._host.pin(record)
-            return WriteJob(
-                record.key, record.parent, record.num_tokens, record.namespace, record.data, record
-            )
-        return None
+        return record
 
-    def _write(self, job: WriteJob) -> None:
+    def _write(self, record: HostRecord) -> None:
         # Bookkeeping is not enough: whoever commits a record that should be on disk may have missed it there.
-        found = self._disk.find(job.key)
-        if found is not None and found.num_tokens == job.num_tokens:
-            self._finish(job, found)
+        found = self._disk.find(record.key)
+        if found is not None and found.num_tokens == record.num_tokens:
+            self._finish(record, found)
             return
-        header = self._disk.header_of(job.key, job.parent, job.num_tokens, job.namespace)
+        header = self._disk.header_of(record.key, record.parent, record.num_tokens, record.namespace)
         with self._changed:
-            known = self._disk.get(job.key)
+            known = self._disk.get(record.key)
             if known is not None:
                 self._disk.forget(known)
             files = self._disk.make_room(header.file_nbytes)
             self._counts["disk_evictions"] += len(files or ())
         if files is None:
-            self._finish(job, None)
+            self._finish(record, None)
             return
         for file in files:
             self._disk.delete(file)
         try:
-            self._register(job.namespace)
-            complete = self._disk.write(header, job.data)
+            self._register(record.namespace)
+            complete = self._disk.write(header, record.data)
         except OSError as error:
-            self._fail(job, error)
+            self._fail(record, error)
         else:
-            self._written(complete)
-            self._finish(job, complete)
+            self._finish(record, complete, written=True)
 
     def _register(self, namespace: bytes) -> None:
         with self._changed:
@@ -248,28 +229,17 @@ class WriteBehind:
             update_manifest(self._disk.path, manifest)
             self._registered = set(manifest.namespaces)
 
-    def _finish(self, job: WriteJob, header: RecordHeader | None) -> None:
+    def _finish(self, record: HostRecord, header: RecordHeader | None, *, written: bool = False) -> None:
         with self._changed:
             if header is not None:
                 self._disk.adopt(header)
-            self._let_go(job)
+                if written:
+                    self._counts["disk_writes"] += 1
+                    self._written_bytes += header.file_nbytes
+                    self._recover()
+            self._host.unpin(record)
 
-    def _written(self, header: RecordHeader) -> None:
-        with self._changed:
-            self._counts["disk_writes"] += 1
-            self._written_bytes += header.file_nbytes
-            self._recover()
-
-    def _let_go(self, job: WriteJob) -> None:
-        if job.record is not None:
-            self._host.unpin(job.record)
-            return
-        del self._demoted[job.key]
-        self._demoted_bytes -= job.data.nbytes
-        if self._disk.get(job.key) is None:
-            self._removed(job)
-
-    def _fail(self, job: WriteJob, error: OSError) -> None:
+    def _fail(self, record: HostRecord, error: OSError) -> None:
         with self._changed:
             self._counts["write_errors"] += 1
             if not self.read_only:
@@ -278,13 +248,17 @@ class WriteBehind:
                     self._disk.path,
                     error.strerror or error,
                 )
-            self.read_only = True
+                self._give_all_up()
             self._retry_at = time.monotonic() + self._retry_s
             self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
-            if job.record is not None:
-                self._queue[job.key] = None
-            self._let_go(job)
+            self._host.unpin(record)
             self._changed.notify_all()
+
+    def _give_all_up(self) -> None:
+        self.read_only = True
+        for record in self._queue.values():
+            self._host.unpin(record)
+        self._queue.clear()
 
     def _recover(self) -> None:
         if not self.read_only:
@@ -292,20 +266,8 @@ class WriteBehind:
         logger.info("KV cache on disk: %s can be written again", self._disk.path)
         self.read_only = False
         self._retry_s = FIRST_RETRY_S
-        self._queue.clear()
-        for record in self._host.ready():
-            if self._disk.get(record.key) is None:
-                self.enqueue(record)
-
-    def _removed(self, record: WriteJob | DiskRecord) -> None:
-        held = self._host.get(record.key)
-        if held is None or held.state is not State.READY:
-            self._events.add("removed", record, Tier.DISK)
-
-    def forgotten(self, record: DiskRecord) -> None:
-        """The disk tier gave up a record."""
-        if record.key not in self._demoted:
-            self._removed(record)
+        for record in self._lacking():
+            self.enqueue(record)
 
     def _refresh_due(self) -> bool:
         aged = time.monotonic() - self._refreshed_at > REFRESH_INTERVAL_S
@@ -315,35 +277,20 @@ class WriteBehind:
         """Make the bookkeeping agree with the directory, then the directory with the budget."""
         started = time.monotonic()
         seen: set[SegmentKey] = set()
-        batch: list[tuple[SegmentKey, float, RecordHeader | None]] = []
-        for item in self._disk.examine():
+        examined = self._disk.examine()
+        while batch := list(islice(examined, ADOPT_BATCH)):
             if self._stopping:
                 return
-            seen.add(item[0])
-            batch.append(item)
-            if len(batch) == ADOPT_BATCH:
-                self._adopt(batch)
-                batch = []
-        self._adopt(batch)
+            seen.update(found.key for found, _ in batch)
+            with self._changed:
+                self._disk.adopt_all(batch)
+        others = self._disk.list_others()
         with self._changed:
-            for record in self._disk.records():
-                if record.key not in seen and record.added < started:
-                    self._disk.forget(record)
+            self._disk.forget_unseen(seen, started)
+            self._disk.note_others(others)
             files = self._disk.make_room(0) or []
             self._counts["disk_evictions"] += len(files)
             self._refreshed_at = time.monotonic()
             self._written_bytes = 0
         for file in files:
             self._disk.delete(file)
-
-    def _adopt(self, batch: list[tuple[SegmentKey, float, RecordHeader | None]]) -> None:
-        with self._changed:
-            for key, last_access, header in batch:
-                known = self._disk.get(key)
-                if known is not None:
-                    if last_access > known.last_access + TOUCH_INTERVAL_S:
-                        self._disk.touch(known, last_access)
-                elif header is not None:
-                    record = self._disk.adopt(header, last_access)
-                    if record is not None and self._host.get(key) is None:
-                        self._events.add("added", record, Tier.DISK)

@@ -127,7 +127,8 @@ class StepWork:
                 break
             handle = self.store.acquire(segment.key)
             if handle is None:
-                self.missing.append(segment.key)
+                if self.store.contains(segment.key) is None:  # else there is no room for it now
+                    self.missing.append(segment.key)
                 break
             if handle.num_tokens != segment.num_tokens:
                 self.store.release(handle)

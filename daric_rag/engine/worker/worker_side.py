@@ -53,6 +53,8 @@ class WorkerSide:
             self._root,
             model_id=self._vllm_config.model_config.model,
             rank=self.rank,
+            num_ranks=self._vllm_config.parallel_config.tensor_parallel_size,
+            longest_prompt=self._vllm_config.model_config.max_model_len,
             pin_memory=hooks.caches.device.type == "cuda",
         )
 
