@@ -126,8 +126,8 @@ class WriteBehind:
         self._disk.stamp(stamps)
 
     def _report(self) -> None:
-        """Enter what was counted since the last time, now and then; the first rank speaks for all."""
-        if self._disk.rank or time.monotonic() - self._reported_at < REPORT_INTERVAL_S:
+        """Enter what was counted since the last time, now and then."""
+        if time.monotonic() - self._reported_at < REPORT_INTERVAL_S:
             return
         self._reported_at = time.monotonic()
         host_bytes = self._host.used_bytes
@@ -137,6 +137,8 @@ class WriteBehind:
             report_counters(self._disk.path, self._disk.root, increase, host_bytes)
 
     def _increase(self) -> Counter[str]:
+        if self._disk.rank:  # all ranks use and lose the same records: the first speaks for them
+            return Counter()
         with self._changed:
             counted = Counter({name: self._counts[name] for name in COUNTED})
         increase, self._reported = counted - self._reported, counted
@@ -163,8 +165,7 @@ class WriteBehind:
                     self._stamp()
                 self._report()
             self._stamp()
-            if self._disk.rank == 0:
-                report_counters(self._disk.path, self._disk.root, self._increase(), None)
+            report_counters(self._disk.path, self._disk.root, self._increase(), None)
         except Exception:  # the last resort: requests go on with what is in memory and on disk already
             logger.exception("KV cache on disk: %s is not written any more", self._disk.path)
             with self._changed:
