@@ -267,6 +267,6 @@ def test_a_waiting_request_is_hashed_once_and_looked_up_when_the_index_changed()
         assert look_up(side, "r", LAYOUT) == 0
     assert index.lookups == 1
     segment = RequestPlan.make("x", LAYOUT, range(LAYOUT.bounds[-1][1]), ROOT).chunks[0].segments[0]
-    side.apply([], [StoreEvent("added", segment.key, segment.parent, segment.num_tokens, Tier.HOST)])
+    side.apply([], [StoreEvent("added", segment.key, Tier.HOST)])
     assert look_up(side, "r", LAYOUT) == BLOCK
     assert index.lookups == 2
