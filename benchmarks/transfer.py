@@ -61,22 +61,23 @@ PAIRS = (
 )
 
 
-def make_prompt(
-    shape: Shape, tokens: int, block_size: int, storage: torch.dtype, dtype: torch.dtype
-) -> Prompt:
+def cpu_caches(shape: Shape, num_blocks: int, block_size: int, dtype: torch.dtype) -> KVCaches:
+    """Empty blocks as vLLM's CPU backend lays them out."""
+    size = (num_blocks, shape.num_kv_heads, block_size, 2 * shape.head_dim)
+    return KVCaches.of([torch.zeros(size, dtype=dtype) for _ in range(shape.num_layers)])
+
+
+def make_prompt(caches: KVCaches, tokens: int, storage: torch.dtype, *, pin_memory: bool = False) -> Prompt:
     """A prompt of `tokens` tokens in segments, each rotated by its own Δposition, in shuffled blocks."""
-    num_blocks = -(-tokens // block_size)
-    block_shape = (num_blocks, shape.num_kv_heads, block_size, 2 * shape.head_dim)
-    caches = KVCaches.of([torch.zeros(block_shape, dtype=dtype) for _ in range(shape.num_layers)])
+    num_layers, layout = len(caches.layers), caches.layout
     records, ranges = [], []
     for index, start in enumerate(range(0, tokens, SEGMENT_TOKENS)):
         count = min(SEGMENT_TOKENS, tokens - start)
-        records.append(
-            torch.randn(shape.num_layers, 2, count, shape.num_kv_heads, shape.head_dim).to(storage)
-        )
+        record = torch.randn(num_layers, 2, count, layout.num_kv_heads, layout.head_dim).to(storage)
+        records.append(record.pin_memory() if pin_memory else record)
         ranges.append(TransferRange(records[-1].data_ptr(), count, 0, count, start, 0, index))
-    angles = torch.rand(len(ranges), shape.head_dim // 2) * 6.28
-    plan = TransferPlan.build(ranges, torch.randperm(num_blocks).tolist(), caches, storage)
+    angles = torch.rand(len(ranges), layout.head_dim // 2) * 6.28
+    plan = TransferPlan.build(ranges, torch.randperm(caches.num_blocks).tolist(), caches, storage)
     return Prompt(records, plan, RopeTable(angles.cos(), angles.sin(), neox=True))
 
 
@@ -174,7 +175,8 @@ def figures(tokens: int, block_size: int, rounds: int) -> list[dict[str, object]
     rows = []
     for shape in SHAPES:
         for storage, dtype in PAIRS:
-            prompt = make_prompt(shape, tokens, block_size, DTYPES[storage], DTYPES[dtype])
+            caches = cpu_caches(shape, -(-tokens // block_size), block_size, DTYPES[dtype])
+            prompt = make_prompt(caches, tokens, DTYPES[storage])
             rows.append(report(shape, storage, dtype, prompt, rounds))
     return rows
 
