@@ -57,6 +57,11 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--cache-prompts", type=int, default=5, help="prompts of disk and storage (default 5)"
     )
+    parser.add_argument("--load-arrivals", type=int, default=3, help="prompts that arrive beside streams")
+    parser.add_argument("--load-decodes", type=int, default=16, help="streams beside them (default 16)")
+    parser.add_argument("--load-crowd", type=int, default=60, help="streams where passes are counted")
+    parser.add_argument("--load-documents", type=int, default=2000, help="documents warmed beside a stream")
+    parser.add_argument("--load-disk-prompts", type=int, default=3, help="prompts a speed of the slow disk")
     parser.add_argument("--redis", help="URL of a Redis server to measure look-ups on; default: none")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--n-avg", type=int, default=32, help="recomputation budget per chunk, tokens")
@@ -145,6 +150,27 @@ def _integrations(arguments: argparse.Namespace, keep: Keep) -> tuple[Any, Rows]
     return result, integrations.rows(result)
 
 
+def _load(arguments: argparse.Namespace, keep: Keep) -> tuple[Any, Rows]:
+    from benchmarks import datasets, load
+    from daric_rag import DaricConfig
+
+    options = load.LoadOptions(
+        arguments.load_arrivals,
+        arguments.load_decodes,
+        arguments.load_crowd,
+        arguments.load_documents,
+        arguments.load_disk_prompts,
+    )
+    questions = datasets.load_questions(arguments.dataset, options.num_questions)
+    config = DaricConfig(n_avg=arguments.n_avg, host_bytes=3 << 30, kv_pool_bytes=2 << 30)
+    result: dict[str, Any] = {}
+    with progress_bar(load.NUM_PARTS, "load", "part") as bar:
+        for result in load.run(arguments.model, config, questions, options, arguments.redis):
+            keep(result)
+            bar.update()
+    return result, load.rows(result)
+
+
 PARTS: dict[str, Callable[[argparse.Namespace, Keep], tuple[Any, Rows]]] = {
     "reuse": _reuse,
     "memory": _memory,
@@ -153,6 +179,7 @@ PARTS: dict[str, Callable[[argparse.Namespace, Keep], tuple[Any, Rows]]] = {
     "disk": _disk,
     "storage": _storage,
     "integrations": _integrations,
+    "load": _load,
 }
 
 

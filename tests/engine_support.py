@@ -7,6 +7,8 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from daric_rag import ChunkedPrompt, DaricEngine, GenerationResult
 from daric_rag.engine.metrics import RequestMetrics
 
@@ -104,3 +106,17 @@ def idle_store(engine: DaricEngine) -> dict[str, Any]:
     assert store["pins"] == 0
     assert store["reservations"] == 0
     return store
+
+
+def schedule_asynchronously(patch: pytest.MonkeyPatch) -> None:
+    """Make engines that start now schedule asynchronously, the default on GPUs; the CPU platform turns it off."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    create = AsyncEngineArgs.create_engine_config
+
+    def with_async_scheduling(self: Any, *args: Any, **kwargs: Any) -> Any:
+        vllm_config = create(self, *args, **kwargs)
+        vllm_config.scheduler_config.async_scheduling = True
+        return vllm_config
+
+    patch.setattr(AsyncEngineArgs, "create_engine_config", with_async_scheduling)

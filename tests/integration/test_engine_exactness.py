@@ -19,6 +19,7 @@ from tests.engine_support import (
     make_document,
     make_prompt,
     sampling,
+    schedule_asynchronously,
 )
 from tests.tiny_models import make_tiny_adapter
 
@@ -49,23 +50,10 @@ def variant(request: pytest.FixtureRequest, tiny_model: str) -> Iterator[DaricEn
     options = {"kv_pool_bytes": 64 << 20, "host_bytes": 64 << 20, **config}
     with pytest.MonkeyPatch.context() as patch:
         if request.param.startswith("async-scheduling"):
-            _schedule_asynchronously(patch)
+            schedule_asynchronously(patch)
         shared = DaricEngine(tiny_model, DaricConfig(**options), max_model_len=2048, **engine_args)
     with shared:
         yield shared
-
-
-def _schedule_asynchronously(patch: pytest.MonkeyPatch) -> None:
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
-    create = AsyncEngineArgs.create_engine_config
-
-    def with_async_scheduling(self: Any, *args: Any, **kwargs: Any) -> Any:
-        vllm_config = create(self, *args, **kwargs)
-        vllm_config.scheduler_config.async_scheduling = True
-        return vllm_config
-
-    patch.setattr(AsyncEngineArgs, "create_engine_config", with_async_scheduling)
 
 
 @pytest.mark.parametrize("num_chunks", [2, 5, 12])
