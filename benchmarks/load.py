@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks.datasets import Question
 from benchmarks.reuse import one_token
 from benchmarks.streams import gaps, streams
-from daric_rag import ChunkedPrompt, DaricConfig, DaricEngine, Live
+from daric_rag import ChunkedPrompt, DaricConfig, DaricEngine, GenerationResult, Live
 from daric_rag.engine.keys import root_key, segment_chain
 from daric_rag.engine.scheduling.index.base import IndexEntry, KVIndex, Tier
 from daric_rag.engine.scheduling.index.memory import MemoryIndex
@@ -162,17 +162,31 @@ def shared_document(engine: DaricEngine, question: Question, callers: int = 8) -
     known = " ".join(question.documents)[-900:]
     computed = {}
     for name in ("same_position", "other_positions"):
-        options = {"namespace": f"shared-{name}"}
-        engine.generate(ChunkedPrompt("Be brief.", [known], "What is this?"), one_token(), **options)
+        engine.generate(ChunkedPrompt("Be brief.", [known], "What is this?"), one_token(), namespace=name)
         prompts = []
         for caller in range(callers):
             before = [] if name == "same_position" else [Live(f"Caller {caller} reads this first. " * 8)]
             prompts.append(ChunkedPrompt("Be brief.", [*before, tokens], f"What is question {caller}?"))
-        answers = engine.generate(prompts, one_token(), **options)
+        company = replace(question.prompt(), documents=question.documents[:2])
+        answers = asyncio.run(_in_one_step(engine, company, prompts, name))
         processed = engine.processor.process(prompts[0], engine.config)
         document = sum(end - start for start, end in processed.documents)
         computed[name] = sum(answer.metrics.generated_tokens for answer in answers) / document
     return computed
+
+
+async def _in_one_step(
+    engine: DaricEngine, company: ChunkedPrompt, prompts: Sequence[ChunkedPrompt], namespace: str
+) -> list[GenerationResult]:
+    """Answers to prompts that all arrive while the engine computes another one, and so are scheduled together."""
+    apart = {"reuse": False, "namespace": f"company of {namespace}"}
+    first = asyncio.ensure_future(engine.agenerate(company, one_token(), **apart))
+    await asyncio.sleep(0.5)
+    answers = await asyncio.gather(
+        *(engine.agenerate(prompt, one_token(), namespace=namespace) for prompt in prompts)
+    )
+    await first
+    return list(answers)
 
 
 # ---- look-up ----
