@@ -104,4 +104,4 @@ class _SlowDisk:
 
 def ask_worker(engine: DaricEngine, method: str, *args: Any) -> Any:
     """Call a method of the probe in the (first) worker of an engine."""
-    return engine._run(engine._llm.collective_rpc(method, args=args))[0]
+    return engine._loop.run(engine._llm.collective_rpc(method, args=args))[0]
