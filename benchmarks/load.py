@@ -24,8 +24,8 @@ from benchmarks.datasets import Question
 from benchmarks.reuse import one_token
 from benchmarks.streams import gaps, streams
 from daric_rag import ChunkedPrompt, DaricConfig, DaricEngine, GenerationResult, Live
-from daric_rag.engine.keys import root_key, segment_chain
-from daric_rag.engine.scheduling.index.base import IndexEntry, KVIndex, Tier
+from daric_rag.engine.keys import Tier, root_key, segment_chain
+from daric_rag.engine.scheduling.index.base import KVIndex
 from daric_rag.engine.scheduling.index.memory import MemoryIndex
 from daric_rag.engine.scheduling.plan import ChunkLayout
 from daric_rag.engine.scheduling.scheduler_side import SchedulerSide
@@ -215,8 +215,7 @@ def _look_up(index: KVIndex, chunks: int, chunk_tokens: int, rounds: int) -> flo
     layout = ChunkLayout(bounds, live, SelectionSettings())
     token_ids = list(range(chunks * chunk_tokens))
     for start, end in bounds[: chunks // 2]:
-        for one in segment_chain(root, token_ids[start:end]):
-            index.insert([IndexEntry(one.key, one.parent, one.num_tokens, Tier.HOST, root)])
+        index.insert([one.key for one in segment_chain(root, token_ids[start:end])], Tier.HOST)
     index.flush()
     side = SchedulerSide(index, block_size)
     times = []
