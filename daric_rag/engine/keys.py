@@ -7,6 +7,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ KEY_BYTES = 32
 SEGMENT_TOKENS = 256
 """Most tokens in one segment, the atomic unit of index and storage."""
 
-_CONFIG_NAMES = ("config.json", "adapter_config.json")
+_ADAPTER_CONFIG = "adapter_config.json"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _WINDOW_BYTES = 4096
 _WINDOWS_PER_FILE = 256
@@ -93,25 +94,27 @@ def segment_chain(
 def model_fingerprint(path: str | os.PathLike[str]) -> str:
     """Return 64 hex digits that identify the weights in a local model directory (or of one weight file).
 
-    Hashed are config.json (adapter_config.json of a LoRA adapter), and of every weight file its name, size and
-    256 evenly spaced windows of 4 KiB, first and last bytes included (files up to 1 MiB whole). Reading all of
-    many gigabytes at every start would take minutes; the windows meet every tensor larger than 1/256 of its
-    file, so retrained, merged or edited weights differ, while a deliberate change of a few bytes may not be
-    seen. For a hub id pass its snapshot directory.
+    Hashed are the adapter_config.json of a LoRA adapter, and of every weight file its name, size and windows of
+    4 KiB: 256 evenly spaced ones, first and last bytes included, and in safetensors the beginning of every tensor
+    (files up to 1 MiB whole). Reading all of many gigabytes at every start would take minutes. Weights that were
+    trained, merged or edited tensor by tensor differ; a change of single rows between two windows may not be seen.
+    For a hub id pass its snapshot directory.
 
     Raises:
-        ValueError: `path` does not exist, or has neither a config.json nor weights.
+        ValueError: `path` does not exist, or has no weights.
     """
     location = Path(path)
     if location.is_file():
         files = [location]
     elif location.is_dir():
-        files = sorted(entry for entry in location.iterdir() if _identifies_model(entry))
+        files = sorted(entry for entry in location.iterdir() if entry.is_file() and _is_hashed(entry))
     else:
         raise ValueError(f"model path {str(path)!r} does not exist; pass a local directory or weight file")
-    if not files:
+    # A configuration alone would make two fine-tunes of one model the same.
+    if not any(file.name != _ADAPTER_CONFIG for file in files):
         raise ValueError(
-            f"model path {str(path)!r} has no config.json and no {', '.join(_WEIGHT_SUFFIXES)} file"
+            f"model path {str(path)!r} has no weights ({', '.join(_WEIGHT_SUFFIXES)}), so its KV cannot be told "
+            "from other models'; pass the directory that holds the weight files"
         )
     digest = hashlib.blake2b(digest_size=KEY_BYTES, person=b"daric-rag model")
     for file in files:
@@ -121,8 +124,8 @@ def model_fingerprint(path: str | os.PathLike[str]) -> str:
     return digest.hexdigest()
 
 
-def _identifies_model(file: Path) -> bool:
-    return file.is_file() and (file.name in _CONFIG_NAMES or file.suffix in _WEIGHT_SUFFIXES)
+def _is_hashed(file: Path) -> bool:
+    return file.name == _ADAPTER_CONFIG or file.suffix in _WEIGHT_SUFFIXES
 
 
 def _hash_windows(digest: "hashlib.blake2b", file: Path, size: int) -> None:
@@ -131,9 +134,23 @@ def _hash_windows(digest: "hashlib.blake2b", file: Path, size: int) -> None:
             digest.update(stream.read())
             return
         last = size - _WINDOW_BYTES
-        for window in range(_WINDOWS_PER_FILE):
-            stream.seek(last * window // (_WINDOWS_PER_FILE - 1))
+        starts = {last * window // (_WINDOWS_PER_FILE - 1) for window in range(_WINDOWS_PER_FILE)}
+        if file.suffix == ".safetensors":
+            starts.update(min(start, last) for start in _tensor_starts(stream))
+        for start in sorted(starts):
+            stream.seek(start)
             digest.update(stream.read(_WINDOW_BYTES))
+
+
+def _tensor_starts(stream: FileIO) -> list[int]:
+    """Where the tensors of a safetensors file begin; none if it is damaged, which is for vLLM to say."""
+    try:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        header = json.loads(stream.read(length))
+        tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
+        return [8 + length + int(tensor["data_offsets"][0]) for tensor in tensors]
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, OverflowError, MemoryError):
+        return []
 
 
 def _token_bytes(token_ids: "Sequence[int] | npt.NDArray[np.integer]") -> bytes:

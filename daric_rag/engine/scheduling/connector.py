@@ -190,6 +190,7 @@ class DaricConnector(KVConnectorBase_V1):
             return None
         values = params.extra_args[EXTRA_ARGS_KEY]
         try:
+            self._adapter(request)
             return ChunkLayout.from_extra_args(values, request.num_prompt_tokens, self._block_size)
         except ValueError as error:
             logger.warning("request %s is served without reuse: %s", request.request_id, error)
