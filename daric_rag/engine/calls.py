@@ -14,11 +14,11 @@ from daric_rag.config import DaricConfig
 from daric_rag.engine.event_loop import gather
 from daric_rag.engine.input_processor import InputProcessor, ProcessedPrompt, Prompt
 from daric_rag.engine.metrics import RequestMetrics, Totals, over_ranks
-from daric_rag.engine.requests import build_request, is_one_prompt, warm_request
+from daric_rag.engine.requests import build_request, checked_adapter, is_one_prompt, warm_request
 from daric_rag.engine.result import Completion, GenerationResult, StreamChunk, WarmResult, build_metrics
 from daric_rag.errors import DaricError, EngineClosedError
 from daric_rag.progress import progress_bar
-from daric_rag.prompt import Content
+from daric_rag.prompt import Content, items_of
 from daric_rag.recognition import Recognizer, split_by_matches
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class Calls:
         self._counter = itertools.count()
         self._prefix = f"daric-{os.getpid()}-{id(self):x}"
         self._closed = False
+        self._adapters: set[tuple[str, int, str]] = set()
 
     async def generate(
         self, prompts: Any, params: Any, lora_request: Any, options: dict[str, Any]
@@ -52,18 +53,24 @@ class Calls:
         """Answer one prompt, or all of a list."""
         started = time.perf_counter()
         config = self._config.override(**options)
+        adapter = await self._adapter(lora_request)
         if is_one_prompt(prompts):
             processed = self._process(prompts, config)
-            return await self._answer(processed, params, lora_request, config, started)
+            request = build_request(processed, params, config, stream=False)
+            return await self._answer(processed, request, adapter, started)
         many = list(prompts)
         each = list(params) if isinstance(params, list | tuple) else [params] * len(many)
         if len(each) != len(many):
             raise ValueError(f"params: {len(each)} given for {len(many)} prompts; give one, or one for each")
-        # All prompts are checked before any is scheduled.
+        # All prompts and parameters are checked before any request is scheduled.
         processed_prompts = [self._process(prompt, config) for prompt in many]
-        answers = [
-            self._answer(processed, one, lora_request, config, started)
+        requests = [
+            build_request(processed, one, config, stream=False)
             for processed, one in zip(processed_prompts, each, strict=True)
+        ]
+        answers = [
+            self._answer(processed, request, adapter, started)
+            for processed, request in zip(processed_prompts, requests, strict=True)
         ]
         return await gather(answers)
 
@@ -73,10 +80,12 @@ class Calls:
         """Answer one prompt piece by piece."""
         started = time.perf_counter()
         config = self._config.override(**options)
+        adapter = await self._adapter(lora_request)
         processed = self._process(prompt, config)
+        request = build_request(processed, params, config, stream=True)
         ttft = None
         count = 0
-        async for output in self._outputs(processed, params, lora_request, config, stream=True):
+        async for output in self._submit_to_vllm(*request, self._new_id(), adapter):
             if ttft is None:
                 ttft = time.perf_counter() - started
             for number, item in enumerate(output.outputs):
@@ -101,13 +110,13 @@ class Calls:
         lora_request: Any,
     ) -> WarmResult:
         """Compute and store the KV of documents, a bounded number of them at once."""
-        if isinstance(documents, str | bytes):
-            raise ValueError("documents: a sequence of documents is expected, one text was given")
         started = time.perf_counter()
         config = self._config if namespace is None else self._config.override(namespace=namespace)
+        adapter = await self._adapter(lora_request)
+        documents = items_of("documents", documents, "a sequence of documents")
+        chunks = [self._processor.warm_chunk(one, f"documents[{n}]") for n, one in enumerate(documents)]
         if self._recognizer is not None:
             self._recognizer.register([document for document in documents if isinstance(document, str)])
-        chunks = [self._processor.warm_chunk(document) for document in documents]
         # The same document twice is computed once.
         unique = {tuple(chunk.token_ids): chunk for chunk in chunks if chunk.token_ids}
         gate = asyncio.Semaphore(_WARM_CONCURRENCY)
@@ -116,7 +125,7 @@ class Calls:
 
             async def one(chunk: ProcessedPrompt) -> RequestMetrics:
                 async with gate:
-                    metrics = await self._warm_one(chunk, config, lora_request)
+                    metrics = await self._warm_one(chunk, config, adapter)
                     bar.update()
                     return metrics
 
@@ -169,18 +178,13 @@ class Calls:
         return split_by_matches(text, self._recognizer.find(text))
 
     async def _answer(
-        self,
-        processed: ProcessedPrompt,
-        params: Any,
-        lora_request: Any,
-        config: DaricConfig,
-        started: float,
+        self, processed: ProcessedPrompt, request: tuple[Any, SamplingParams], adapter: Any, started: float
     ) -> GenerationResult:
         ttft = None
         # For n > 1 vLLM tells of one completion at a time.
         completions: dict[int, Completion] = {}
         final: RequestOutput | None = None
-        async for output in self._outputs(processed, params, lora_request, config, stream=False):
+        async for output in self._submit_to_vllm(*request, self._new_id(), adapter):
             if ttft is None:
                 ttft = time.perf_counter() - started
             completions.update((item.index, _completion(item)) for item in output.outputs)
@@ -192,30 +196,36 @@ class Calls:
         metrics = self._metrics(processed, final, ttft or 0.0, num_tokens)
         return GenerationResult(final.request_id, ordered, metrics, processed.token_ids)
 
-    async def _warm_one(
-        self, chunk: ProcessedPrompt, config: DaricConfig, lora_request: Any
-    ) -> RequestMetrics:
+    async def _warm_one(self, chunk: ProcessedPrompt, config: DaricConfig, adapter: Any) -> RequestMetrics:
         request_id = self._new_id()
         prompt, sampling = warm_request(chunk, config, request_id)
         final = None
-        async for output in self._submit_to_vllm(prompt, sampling, request_id, lora_request):
+        async for output in self._submit_to_vllm(prompt, sampling, request_id, adapter):
             final = output
         if final is None:
             raise DaricError("the engine returned no output for a document to warm")
         return build_metrics(chunk, final.kv_transfer_params, 0, 0.0, 0)
 
-    async def _outputs(
-        self,
-        processed: ProcessedPrompt,
-        params: Any,
-        lora_request: Any,
-        config: DaricConfig,
-        *,
-        stream: bool,
-    ) -> AsyncIterator[RequestOutput]:
-        prompt, sampling = build_request(processed, params, config, stream=stream)
-        async for output in self._submit_to_vllm(prompt, sampling, self._new_id(), lora_request):
-            yield output
+    async def _adapter(self, lora_request: Any) -> Any:
+        """The checked adapter of a call, loaded before its first request.
+
+        One that cannot be loaded would end the engine's process if that were found out in the middle of a step.
+        """
+        adapter = checked_adapter(lora_request)
+        if adapter is None:
+            return None
+        # vLLM compares adapters by their name alone.
+        loaded = (adapter.lora_name, adapter.lora_int_id, adapter.lora_path)
+        if adapter.load_inplace or loaded not in self._adapters:
+            async with self._errors():
+                try:
+                    await self._open.add_lora(adapter)
+                except Exception as error:
+                    if self._open.errored:
+                        raise
+                    raise ValueError(f"lora_request: {error}") from error
+            self._adapters.add(loaded)
+        return adapter
 
     def _new_id(self) -> str:
         return f"{self._prefix}-{next(self._counter)}"
@@ -223,10 +233,17 @@ class Calls:
     async def _submit_to_vllm(
         self, prompt: Any, sampling: SamplingParams, request_id: str, lora_request: Any = None
     ) -> AsyncIterator[RequestOutput]:
-        outputs = self._open.generate(prompt, sampling, request_id, lora_request=lora_request)
+        llm = self._open
+        outputs = llm.generate(prompt, sampling, request_id, lora_request=lora_request)
         async with contextlib.aclosing(outputs), self._errors():
-            async for output in outputs:
-                yield output
+            try:
+                async for output in outputs:
+                    yield output
+            except Exception:
+                # vLLM keeps the record of a request that it could not send.
+                if not llm.errored:
+                    await llm.abort(request_id)
+                raise
 
     def _metrics(
         self, processed: ProcessedPrompt, output: RequestOutput, ttft: float, completion_tokens: int
@@ -238,14 +255,19 @@ class Calls:
 
     @contextlib.asynccontextmanager
     async def _errors(self) -> AsyncIterator[None]:
-        """Turn the ways in which vLLM reports a dead engine into ours."""
-        from vllm.v1.engine.exceptions import EngineDeadError
+        """Turn the ways in which vLLM reports a dead engine and a bad request into ours."""
+        from vllm.exceptions import VLLMClientError
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         try:
             yield
         except EngineDeadError as error:
             reason = "the engine was closed" if self._closed else "the engine's process died"
             raise EngineClosedError(f"{reason}; make a new DaricEngine") from error
+        except VLLMClientError as error:
+            raise ValueError(f"vLLM refuses the request: {error}") from error
+        except EngineGenerateError as error:
+            raise DaricError(f"vLLM failed to serve the request: {error.__cause__!r}") from error
         except asyncio.CancelledError:
             if self._closed:
                 raise EngineClosedError("the engine was closed while a request was running") from None

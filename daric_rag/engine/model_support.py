@@ -17,6 +17,20 @@ SUPPORTED_VLLM = (0, 32)
 PLAIN_CACHE_DTYPES = frozenset({"auto", "float32", "float16", "bfloat16"})
 """vLLM's names of the KV cache dtypes whose keys are numbers that can be rotated."""
 
+_LOCAL_WEIGHTS = frozenset(
+    {
+        "auto",
+        "dummy",
+        "fastsafetensors",
+        "hf",
+        "instanttensor",
+        "mistral",
+        "npcache",
+        "pt",
+        "safetensors",
+        "sharded_state",
+    }
+)
 _FULL_ATTENTION = frozenset({"full_attention", "attention"})
 _ROTATIONS_BY_FIXED_FREQUENCIES = frozenset({"default", "linear", "llama3", "yarn", "ntk"})
 _REFUSED_ROPE_TYPES = {
@@ -82,6 +96,7 @@ def check_supported(vllm_config: Any) -> None:
     """
     model_config = vllm_config.model_config
     for reasons in (
+        _unsupported_parallelism(vllm_config.parallel_config),
         _unsupported_settings(vllm_config),
         _unsupported_kind(model_config),
         unsupported_architecture(model_config.hf_config),
@@ -90,29 +105,69 @@ def check_supported(vllm_config: Any) -> None:
             raise UnsupportedModelError(f"KV reuse is not possible for {model_config.model}: {reason}.")
 
 
+def _unsupported_parallelism(parallel: Any) -> Iterator[str]:
+    """Yield why the way in which work is spread rules reuse out; tensor parallelism does not."""
+    sizes = {
+        "data_parallel_size": "the ranks of a data-parallel group wait for each other in every pass, and a step with "
+        "reuse has more passes than one without; start an engine for each instead",
+        "pipeline_parallel_size": "the two passes of a step need all layers in one process",
+        "prefill_context_parallel_size": "context parallelism splits the tokens of a segment over ranks",
+        "decode_context_parallel_size": "context parallelism splits the tokens of a segment over ranks",
+    }
+    for field, why in sizes.items():
+        if getattr(parallel, field) > 1:
+            yield f"{field} is {getattr(parallel, field)} (1 is allowed), and {why}"
+    if parallel.use_ubatching:
+        yield (
+            "micro-batches are on (enable_dbo, ubatch_size), and each of them would load and save a layer that "
+            "another one still needs"
+        )
+    if parallel.distributed_executor_backend not in ("uni", "mp"):
+        yield (
+            f"distributed_executor_backend is {parallel.distributed_executor_backend!r}, and only the workers of "
+            "'uni' and 'mp' are known to take part in the additional passes of a step"
+        )
+
+
 def _unsupported_settings(vllm_config: Any) -> Iterator[str]:
-    """Yield why engine settings, which the caller can change, rule reuse out."""
-    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    """Yield why other engine settings, which the caller can change, rule reuse out."""
+    cache, scheduler, load = vllm_config.cache_config, vllm_config.scheduler_config, vllm_config.load_config
+    if vllm_config.use_v2_model_runner:
+        yield "VLLM_USE_V2_MODEL_RUNNER is on, and only vLLM's first model runner has the hooks that load a layer"
     if vllm_config.speculative_config is not None:
         yield "speculative decoding is on, and its draft tokens would be recomputed as if they were text"
-    if parallel.pipeline_parallel_size > 1:
+    if vllm_config.diffusion_config is not None:
+        yield "diffusion_config is set, and a diffusion model rewrites tokens that a chunk's KV depends on"
+    if vllm_config.weight_transfer_config is not None:
+        yield "weight_transfer_config is set, and stored KV would outlive the weights that it was computed with"
+    if scheduler.scheduler_cls is not None:
+        yield f"scheduler_cls is {scheduler.scheduler_cls!r}, and plans follow the order of vLLM's own scheduler"
+    if load.load_format not in _LOCAL_WEIGHTS:
         yield (
-            f"pipeline_parallel_size is {parallel.pipeline_parallel_size}, and the two passes of a step need "
-            "all layers in one process (1 is allowed)"
+            f"load_format is {load.load_format!r}, and only weights that are read from local files can be told "
+            f"from others' (allowed: {', '.join(sorted(_LOCAL_WEIGHTS))})"
         )
-    for field in ("prefill_context_parallel_size", "decode_context_parallel_size"):
-        if getattr(parallel, field, 1) > 1:
-            yield (
-                f"{field} is {getattr(parallel, field)}, and context parallelism splits the tokens of "
-                "a segment over ranks (1 is allowed)"
-            )
+    if cache.kv_offloading_size is not None:
+        yield "kv_offloading_size is set, which puts vLLM's own offloading in the place of the document cache"
     if cache.cache_dtype not in PLAIN_CACHE_DTYPES:
         yield (
             f"kv_cache_dtype is {cache.cache_dtype!r}, and quantised keys cannot be rotated "
             "(auto, float16 and bfloat16 are allowed)"
         )
-    if getattr(cache, "kv_sharing_fast_prefill", False):
+    if cache.kv_sharing_fast_prefill:
         yield "kv_sharing_fast_prefill is on, and layers that share a KV cache skip tokens of the prompt"
+    yield from _too_few_blocks(cache, vllm_config.model_config.max_model_len)
+
+
+def _too_few_blocks(cache: Any, max_model_len: int) -> Iterator[str]:
+    blocks = cache.num_gpu_blocks_override
+    # vLLM keeps one block for itself.
+    if blocks is not None and (blocks - 1) * cache.block_size < max_model_len:
+        needed = -(-max_model_len // cache.block_size) + 1
+        yield (
+            f"num_gpu_blocks_override is {blocks}, and a prompt of max_model_len={max_model_len} tokens, which needs "
+            f"{needed} blocks of {cache.block_size}, would wait for ever"
+        )
 
 
 def _unsupported_kind(model_config: Any) -> Iterator[str]:

@@ -24,7 +24,9 @@ if __name__ == "__main__":
 """
 
 
-def test_a_hub_id_starts_with_its_weights_in_a_directory_of_their_own(tiny_model: str, tmp_path: Path) -> None:
+def test_a_hub_id_starts_with_its_weights_in_a_directory_of_their_own(
+    tiny_model: str, tmp_path: Path
+) -> None:
     is_weights = {file: file.suffix == ".safetensors" for file in Path(tiny_model).iterdir()}
     for folder, wanted in (("home/hub", False), ("weights", True)):
         part = tmp_path / f"part-{wanted}"

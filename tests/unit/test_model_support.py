@@ -21,7 +21,7 @@ from daric_rag.errors import (
     UnsupportedModelError,
     UnsupportedVersionError,
 )
-from tests.tiny_models import TINY_MODELS
+from tests.tiny_models import TINY_MODELS, make_tiny_model
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -44,7 +44,7 @@ def llama_with_rope(**parameters: Any) -> Any:
     return config
 
 
-def engine_config(hf_config: Any = None, **changes: dict[str, Any]) -> Any:
+def engine_config(hf_config: Any = None, **changes: Any) -> Any:
     """The parts of a VllmConfig that are looked at; `changes` are fields of its sub-configurations."""
     model = {
         "model": "some/model",
@@ -57,19 +57,34 @@ def engine_config(hf_config: Any = None, **changes: dict[str, Any]) -> Any:
         "uses_mrope": False,
         "use_mla": False,
         "using_transformers_backend": lambda: False,
+        "max_model_len": 4096,
     }
     parallel = {
+        "data_parallel_size": 1,
         "pipeline_parallel_size": 1,
         "prefill_context_parallel_size": 1,
         "decode_context_parallel_size": 1,
         "tensor_parallel_size": 2,
+        "use_ubatching": False,
+        "distributed_executor_backend": "mp",
     }
-    cache = {"cache_dtype": "auto", "kv_sharing_fast_prefill": False}
+    cache = {
+        "cache_dtype": "auto",
+        "kv_sharing_fast_prefill": False,
+        "kv_offloading_size": None,
+        "num_gpu_blocks_override": None,
+        "block_size": 32,
+    }
     return SimpleNamespace(
         model_config=SimpleNamespace(**{**model, **changes.get("model", {})}),
         parallel_config=SimpleNamespace(**{**parallel, **changes.get("parallel", {})}),
         cache_config=SimpleNamespace(**{**cache, **changes.get("cache", {})}),
+        scheduler_config=SimpleNamespace(scheduler_cls=changes.get("scheduler_cls")),
+        load_config=SimpleNamespace(load_format=changes.get("load_format", "auto")),
         speculative_config=changes.get("speculative"),
+        diffusion_config=changes.get("diffusion"),
+        weight_transfer_config=changes.get("weight_transfer"),
+        use_v2_model_runner=changes.get("v2", False),
     )
 
 
@@ -191,6 +206,18 @@ def test_layer_types_with_different_rotary_embeddings_are_refused() -> None:
     ("changes", "reason"),
     [
         ({"speculative": object()}, "speculative decoding"),
+        ({"diffusion": object()}, "diffusion_config"),
+        ({"weight_transfer": object()}, "weight_transfer_config"),
+        ({"v2": True}, "VLLM_USE_V2_MODEL_RUNNER"),
+        ({"scheduler_cls": "mine.Scheduler"}, "scheduler_cls is 'mine.Scheduler'"),
+        ({"load_format": "tensorizer"}, "load_format is 'tensorizer'"),
+        ({"load_format": "my-plugin"}, "load_format is 'my-plugin'"),
+        ({"parallel": {"data_parallel_size": 2}}, "data_parallel_size is 2"),
+        ({"parallel": {"use_ubatching": True}}, "enable_dbo"),
+        ({"parallel": {"distributed_executor_backend": "external_launcher"}}, "'external_launcher'"),
+        ({"parallel": {"distributed_executor_backend": "ray"}}, "'ray'"),
+        ({"cache": {"kv_offloading_size": 4.0}}, "kv_offloading_size"),
+        ({"cache": {"num_gpu_blocks_override": 128}}, "needs 129 blocks of 32"),
         ({"parallel": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size is 2"),
         ({"parallel": {"prefill_context_parallel_size": 2}}, "prefill_context_parallel_size is 2"),
         ({"parallel": {"decode_context_parallel_size": 4}}, "decode_context_parallel_size is 4"),
@@ -209,6 +236,64 @@ def test_layer_types_with_different_rotary_embeddings_are_refused() -> None:
 )
 def test_settings_and_kinds_are_refused(changes: dict[str, Any], reason: str) -> None:
     assert reason in refusal(engine_config(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"cache": {"num_gpu_blocks_override": 129}},
+        {"parallel": {"distributed_executor_backend": "uni", "tensor_parallel_size": 1}},
+        {"load_format": "dummy"},
+    ],
+)
+def test_settings_that_change_nothing_pass(changes: dict[str, Any]) -> None:
+    check_supported(engine_config(**changes))
+
+
+# What vLLM offers and the passes of a step do not depend on: how much of a prompt a step takes.
+HARMLESS = [
+    {"long_prefill_token_threshold": 64},
+    {"long_prefill_token_threshold_adaptive": True},
+    {"enable_chunked_prefill": False, "max_num_batched_tokens": 4096},
+    {"max_num_scheduled_tokens": 512},
+    {"prefill_schedule_interval": 2},
+    {"scheduler_reserve_full_isl": False},
+    {"async_scheduling": False},
+    {"enable_prefix_caching": False},
+    {"scheduling_policy": "priority"},
+]
+REFUSED = {
+    "data_parallel_size": {"data_parallel_size": 2},
+    "pipeline_parallel_size": {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
+    "kv_offloading_size": {"kv_offloading_size": 1.0},
+    "num_gpu_blocks_override": {"num_gpu_blocks_override": 8},
+    "load_format": {"load_format": "runai_streamer"},
+    "scheduler_cls": {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
+}
+
+
+@pytest.fixture(scope="module")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny_model("llama", tmp_path_factory.mktemp("support") / "llama"))
+
+
+def real_config(model: str, **engine_args: Any) -> Any:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    defaults = {"dtype": "float32", "enforce_eager": True, "max_model_len": 2048, "block_size": 32}
+    defaults["distributed_executor_backend"] = "mp"
+    return AsyncEngineArgs(model=model, **{**defaults, **engine_args}).create_engine_config()
+
+
+@pytest.mark.parametrize("engine_args", HARMLESS)
+def test_real_engine_arguments_pass(tiny_llama: str, engine_args: dict[str, Any]) -> None:
+    check_supported(real_config(tiny_llama, **engine_args))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_real_engine_arguments_are_refused_by_name(tiny_llama: str, name: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=name):
+        check_supported(real_config(tiny_llama, **REFUSED[name]))
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:

@@ -47,6 +47,8 @@ class DaricMetadata(KVConnectorMetadata):
 
     plans: tuple[StepPlan, ...] = ()
     preempted: frozenset[str] = frozenset()
+    num_tracked: int = 0
+    """Requests with reuse that the scheduler's side follows; told to the worker so that `daric_stats` can tell it."""
 
 
 @dataclass
@@ -82,6 +84,7 @@ class DaricConnector(KVConnectorBase_V1):
         self._roots: dict[tuple[str, str], bytes] = {}
         self._adapters: dict[tuple[str, str], str] = {}
         self._pool: BlockPool | None = None
+        self.num_tracked = 0
         self.scheduler_side: SchedulerSide | None = None
         self.worker_side: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -150,7 +153,8 @@ class DaricConnector(KVConnectorBase_V1):
             assert groups is not None
             return groups[0]
 
-        return DaricMetadata(self._scheduler.plan(_scheduled(scheduler_output), block_table), preempted)
+        plans = self._scheduler.plan(_scheduled(scheduler_output), block_table)
+        return DaricMetadata(plans, preempted, self._scheduler.num_tracked)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Bring the index up to date."""
@@ -202,6 +206,12 @@ class DaricConnector(KVConnectorBase_V1):
     def _worker(self) -> WorkerSide:
         assert self.worker_side is not None
         return self.worker_side
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Take the step's plans; they are executed by the worker around its forward passes."""
+        super().bind_connector_metadata(connector_metadata)
+        if isinstance(connector_metadata, DaricMetadata):
+            self.num_tracked = connector_metadata.num_tracked
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Learn the block layout and open the store."""
