@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from daric_rag.engine.engine import DaricEngine
     from daric_rag.engine.metrics import RequestMetrics
     from daric_rag.engine.result import GenerationResult, StreamChunk, WarmResult
+    from daric_rag.engine.selection import register_strategy
     from daric_rag.errors import DaricError
     from daric_rag.prompt import ChatMessage, ChatPrompt, ChunkedPrompt, Document, Live
 
@@ -27,6 +28,7 @@ _HOMES = {
     "RequestMetrics": "daric_rag.engine.metrics",
     "StreamChunk": "daric_rag.engine.result",
     "WarmResult": "daric_rag.engine.result",
+    "register_strategy": "daric_rag.engine.selection",
 }
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "StreamChunk",
     "WarmResult",
     "__version__",
+    "register_strategy",
 ]
 
 

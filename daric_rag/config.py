@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-DEFAULT_DELIMITER = "<|daric|>"
+from daric_rag.engine.selection import MTAFS, STRATEGIES
 
-STRATEGIES = ("daric", "epic", "none", "all")
-MTAFS = ("linear", "log", "exp")
+DEFAULT_DELIMITER = "<|daric|>"
 
 # The options that a single call may override; the others belong to the engine as a whole.
 PER_CALL_OPTIONS = frozenset(
@@ -30,7 +30,9 @@ class DaricConfig(BaseModel):
 
     reuse: bool = Field(default=True, description="Reuse KV by default; False serves plain vLLM.")
     selection: str = Field(
-        default="daric", description="Strategy that chooses the recomputed tokens (paper §3.4)."
+        default="daric",
+        description="Strategy that chooses the recomputed tokens (paper §3.4): daric, epic, none, all, or a "
+        "registered one.",
     )
     n_avg: int = Field(
         default=32, ge=1, description="Average recomputation budget per chunk, in tokens (Eq. 4)."
@@ -136,7 +138,7 @@ def reject_unknown(options: Any, allowed: Any, where: str) -> None:
             )
 
 
-def one_of(field: str, value: str, allowed: tuple[str, ...]) -> str:
+def one_of(field: str, value: str, allowed: Iterable[str]) -> str:
     """Return `value`, or raise `ValueError` naming field, value and the allowed values."""
     if value not in allowed:
         raise ValueError(f"{field}={value!r}: allowed are {', '.join(allowed)}")

@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from daric_rag.commands.documents import DEFAULT_SPLIT_TOKENS, Folder
 from daric_rag.commands.interrupt import interruptible_start
 from daric_rag.commands.quiet import held_back_stderr
-from daric_rag.config import STRATEGIES, DaricConfig
+from daric_rag.config import DaricConfig
+from daric_rag.engine.selection import STRATEGIES
 from daric_rag.errors import DaricError
 from daric_rag.models import models_directory, resolve_model
 

@@ -79,7 +79,8 @@ def _defaults(config: DaricConfig) -> dict[str, Any]:
             kv_connector="DaricConnector",
             kv_connector_module_path="daric_rag.engine.scheduling.connector",
             kv_role="kv_both",
-            kv_connector_extra_config={CONFIG_KEY: config.model_dump()},
+            # Tokens are selected in this process; a strategy registered in it has no name in vLLM's.
+            kv_connector_extra_config={CONFIG_KEY: config.model_dump(exclude={"selection"})},
         ),
         "block_size": config.block_size,
         "max_num_seqs": _MAX_NUM_SEQS,

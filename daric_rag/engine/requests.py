@@ -50,7 +50,7 @@ def build_request(
     if config.reuse and processed.bounds and sampling.prompt_logprobs is None:
         layout = _layout(processed, config)
         sampling.extra_args = {**(sampling.extra_args or {}), EXTRA_ARGS_KEY: layout.to_extra_args()}
-        salt = reuse_salt(layout, config)
+        salt = reuse_salt(config)
     if salt:
         prompt["cache_salt"] = salt
     return prompt, sampling
@@ -98,24 +98,22 @@ def warm_request(chunk: ProcessedPrompt, config: DaricConfig, request_id: str) -
     from vllm.inputs import TokensPrompt
     from vllm.sampling_params import RequestOutputKind
 
-    layout = ChunkLayout(
-        chunk.bounds, chunk.live, SelectionSettings(strategy="none"), config.namespace, warm=True
-    )
+    nothing = SelectionSettings(strategy="none")
+    layout = ChunkLayout.select(chunk.bounds, chunk.live, nothing, namespace=config.namespace, warm=True)
     sampling = SamplingParams(temperature=0.0, max_tokens=1, output_kind=RequestOutputKind.FINAL_ONLY)
     sampling.detokenize = False
     sampling.extra_args = {EXTRA_ARGS_KEY: layout.to_extra_args()}
     return TokensPrompt(prompt_token_ids=chunk.token_ids, cache_salt=f"warm:{request_id}"), sampling
 
 
-def reuse_salt(layout: ChunkLayout, config: DaricConfig) -> str:
+def reuse_salt(config: DaricConfig) -> str:
     """Equal for requests whose approximate KV may stand for each other's."""
-    selection = layout.selection
     settings = [
-        selection.strategy,
-        selection.n_avg,
-        selection.ratio,
-        selection.mtaf,
-        selection.max_fraction,
+        config.selection,
+        config.n_avg,
+        config.ratio,
+        config.mtaf,
+        config.max_fraction,
         config.cache_query,
         config.namespace,
     ]
@@ -126,7 +124,7 @@ def _layout(processed: ProcessedPrompt, config: DaricConfig) -> ChunkLayout:
     selection = SelectionSettings(
         config.selection, config.n_avg, config.ratio, config.mtaf, config.max_fraction
     )
-    return ChunkLayout(processed.bounds, processed.live, selection, config.namespace)
+    return ChunkLayout.select(processed.bounds, processed.live, selection, namespace=config.namespace)
 
 
 def _default_params() -> SamplingParams:

@@ -1,15 +1,21 @@
 """Which tokens of a reused prompt are recomputed: DARIC's Eq. 4 and Algorithm 1, and other strategies.
 
-A strategy is any callable `(chunks, settings) -> ranges`. To add one, put it into `STRATEGIES` by its name:
+A strategy is any callable `(chunks, settings) -> ranges`; `register_strategy` adds one:
 
-    STRATEGIES["half"] = lambda chunks, settings: [(start, (start + end) // 2) for start, end in chunks[1:]]
+    register_strategy("half", lambda chunks, settings: [(start, (start + end) // 2) for start, end in chunks[1:]])
+    DaricEngine(config=DaricConfig(selection="half"))
+    engine.generate(prompt, selection="half")
 
-`select` checks the chunks, sorts and merges what the strategy returns, and adds the prompt's last token.
+Ranges are chosen in your process and travel with the request, so a strategy need not be known to vLLM's processes:
+it may be a lambda, and it may come after the engine. `select` checks the chunks, sorts and merges what the strategy
+returns, and adds the prompt's last token.
 """
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,12 +29,16 @@ __all__ = [
     "Strategy",
     "TokenRange",
     "allocate_budget",
+    "recomputed",
     "refine",
+    "register_strategy",
     "select",
     "subtract",
     "total",
     "union",
 ]
+
+logger = logging.getLogger(__name__)
 
 FloatArray = NDArray[np.float64]
 
@@ -90,6 +100,33 @@ def allocate_budget(num_chunks: int, n_avg: int, ratio: float, mtaf: str) -> lis
     return _allocate(num_chunks, num_chunks * n_avg, ratio, mtaf)
 
 
+def register_strategy(name: str, strategy: Strategy) -> None:
+    """Let `strategy` be selected by `name` in `DaricConfig` and in every call, from now on.
+
+    `strategy` gets the chunks of a prompt, contiguous `[start, end)` token ranges none of which is empty, and the
+    `SelectionSettings`, and returns the ranges to recompute in any order, overlaps allowed; what lies outside the
+    prompt is cut off. If it raises, or returns anything but pairs of integers, the prompt is computed in full
+    context, with a warning. A name of one's own may be registered again. It may be called from any thread.
+
+    Raises `ValueError` for a name that is not a text or belongs to daric_rag, and for what cannot be called.
+    """
+    if not isinstance(name, str) or not name or name in _OWN_STRATEGIES:
+        taken = ", ".join(sorted(_OWN_STRATEGIES))
+        raise ValueError(f"name is {name!r}; allowed: a text other than '' and daric_rag's own {taken}")
+    if not callable(strategy):
+        raise ValueError(f"strategy is {strategy!r}; allowed: a callable (chunks, settings) -> ranges")
+    STRATEGIES[name] = strategy
+
+
+def recomputed(chunk_bounds: Sequence[TokenRange], settings: SelectionSettings) -> list[TokenRange]:
+    """Return what `select` chooses without the first chunk, whose own KV is exact at position 0; `all` keeps it."""
+    chosen = select(chunk_bounds, settings)
+    if settings.strategy == "all":
+        return chosen
+    first_end = next(end for start, end in chunk_bounds if start < end)
+    return subtract(chosen, [(0, min(first_end, chunk_bounds[-1][1] - 1))])
+
+
 def select(chunk_bounds: Sequence[TokenRange], settings: SelectionSettings) -> list[TokenRange]:
     """Return the recomputation index set I of a prompt as sorted, disjoint, non-empty ranges.
 
@@ -102,7 +139,17 @@ def select(chunk_bounds: Sequence[TokenRange], settings: SelectionSettings) -> l
     """
     chunks = _checked_chunks(chunk_bounds)
     num_tokens = chunks[-1][1]
-    chosen = STRATEGIES[settings.strategy](chunks, settings)
+    try:
+        chosen = [
+            (index(start), index(end)) for start, end in STRATEGIES[settings.strategy](chunks, settings)
+        ]
+    except Exception as error:  # whatever a registered strategy raises
+        logger.warning(
+            "selection strategy %r failed, so the prompt is computed in full context: %r",
+            settings.strategy,
+            error,
+        )
+        chosen = select_all(chunks, settings)
     inside = [(max(start, 0), min(end, num_tokens)) for start, end in chosen]
     return union(inside, [(num_tokens - 1, num_tokens)])
 
@@ -151,6 +198,9 @@ STRATEGIES: dict[str, Strategy] = {
     "none": select_none,
     "all": select_all,
 }
+"""Every strategy by its name; `register_strategy` adds to it."""
+
+_OWN_STRATEGIES = frozenset(STRATEGIES)
 
 
 def _allocate(num_chunks: int, budget: int, ratio: float, mtaf: str) -> list[int]:

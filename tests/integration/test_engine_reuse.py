@@ -10,8 +10,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from daric_rag import ChatMessage, ChatPrompt, ChunkedPrompt, DaricEngine, Document, Live
+from daric_rag import (
+    ChatMessage,
+    ChatPrompt,
+    ChunkedPrompt,
+    DaricEngine,
+    Document,
+    Live,
+    register_strategy,
+)
 from daric_rag.config import DEFAULT_DELIMITER
+from daric_rag.engine.selection import STRATEGIES, select_none
 from tests.engine_support import (
     assert_adds_up,
     assert_same_answer,
@@ -45,6 +54,30 @@ def test_budget_and_ranges(engine: DaricEngine) -> None:
     live = metrics.live_tokens
     assert live < metrics.recomputed_tokens <= 8 * metrics.num_chunks + live
     assert metrics.recomputed_ranges[-1][1] == metrics.prompt_tokens
+
+
+def test_a_strategy_of_ones_own(engine: DaricEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registered after the engine started, and not importable by its processes."""
+    for name in ("first-tokens", "fails"):  # gone after the test
+        monkeypatch.setitem(STRATEGIES, name, select_none)
+    first = 3
+    register_strategy(
+        "first-tokens", lambda chunks, settings: [(start, start + first) for start, _ in chunks[1:]]
+    )
+    prompt = make_prompt(range(50, 54))
+    engine.warm(prompt.documents, progress=False)
+    metrics = engine.generate(prompt, sampling(1), selection="first-tokens").metrics
+    live = metrics.prompt_tokens - metrics.live_tokens
+    starts = [start for start, _ in metrics.chunk_bounds[1:-1]]
+    assert list(metrics.recomputed_ranges) == [
+        *((at, at + first) for at in starts),
+        (live, metrics.prompt_tokens),
+    ]
+    assert_adds_up(metrics)
+    register_strategy("fails", lambda chunks, settings: 1 // 0)
+    failed = engine.generate(prompt, sampling(4), selection="fails")
+    assert failed.metrics.recomputed_ranges == ((0, metrics.prompt_tokens),)
+    assert failed.text == engine.generate(prompt, sampling(4), selection="all").text
 
 
 def test_new_document_beside_cached_ones_is_stored(engine: DaricEngine) -> None:

@@ -15,9 +15,11 @@ pytestmark = pytest.mark.integration
 
 _SCRIPT = """
 import sys
-from daric_rag import ChunkedPrompt, DaricConfig, DaricEngine
+from daric_rag import ChunkedPrompt, DaricConfig, DaricEngine, register_strategy
+# The engine's default, and unknown to its other processes.
+register_strategy("nothing", lambda chunks, settings: [])
 if __name__ == "__main__":
-    config = DaricConfig(kv_pool_bytes=64 << 20, host_bytes=64 << 20)
+    config = DaricConfig(kv_pool_bytes=64 << 20, host_bytes=64 << 20, selection="nothing")
     with DaricEngine("someone/model", config, max_model_len=1024, download_dir=sys.argv[1]) as engine:
         for order in (["one " * 40, "two " * 40], ["two " * 40, "one " * 40]):
             print(engine.generate(ChunkedPrompt("s", order, "q")).metrics.loaded_tokens)

@@ -29,7 +29,7 @@ def make_layout(sizes: list[int], live: list[bool], strategy: str = "daric") -> 
         bounds.append((position, end))
         position = end
     flags = (*live[: len(sizes) - 1], True)
-    return ChunkLayout(tuple(bounds), flags, SelectionSettings(strategy=strategy, n_avg=8))
+    return ChunkLayout.select(tuple(bounds), flags, SelectionSettings(strategy=strategy, n_avg=8))
 
 
 LAYOUTS = st.builds(
@@ -97,7 +97,7 @@ def test_generated_tokens_of_a_resumed_request_are_live() -> None:
     end = layout.bounds[-1][1]
     plan = RequestPlan.make("r", layout, range(end + 7), ROOT)
     assert plan.chunks[-1].end == end + 7 and plan.chunks[-1].live
-    cached_query = ChunkLayout(layout.bounds, (False,) * 3, layout.selection)
+    cached_query = ChunkLayout(layout.bounds, (False,) * 3, layout.recompute)
     plan = RequestPlan.make("r", cached_query, range(end + 7), ROOT)
     assert [(chunk.start, chunk.end, chunk.live) for chunk in plan.chunks][-1] == (end, end + 7, True)
 
@@ -116,14 +116,17 @@ def test_layout_survives_its_travel() -> None:
         ({"bounds": [[0, 31], [31, 133]]}, "block boundary"),
         ({"bounds": [[0, 32], [32, 100]]}, "133 tokens"),
         ({"live": [True]}, "live flags"),
-        ({"n_avg": 0}, "n_avg"),
-        ({"strategy": 5}, "strategy"),
+        ({"recompute": [[0, 134]]}, "not inside the prompt"),
+        ({"recompute": [[-1, 5]]}, "not inside the prompt"),
+        ({"recompute": [[5, 5]]}, "not inside the prompt"),
+        ({"recompute": [[float("inf"), 5]]}, "malformed"),
+        ({"recompute": [5]}, "malformed"),
         ({"bounds": "x"}, "malformed|not enough|invalid"),
-        ({"ratio": None}, "ratio"),
+        ({"recompute": None}, "malformed"),
     ],
 )
 def test_hostile_layouts_are_refused(change: dict[str, object], words: str) -> None:
-    layout = ChunkLayout(((0, 32), (32, 133)), (False, True), SelectionSettings())
+    layout = ChunkLayout.select(((0, 32), (32, 133)), (False, True), SelectionSettings())
     with pytest.raises(ValueError, match=words):
         ChunkLayout.from_extra_args({**layout.to_extra_args(), **change}, 133, BLOCK)
 

@@ -9,14 +9,18 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from daric_rag.config import DaricConfig
 from daric_rag.engine.selection import (
     MTAFS,
     STRATEGIES,
     SelectionSettings,
     TokenRange,
     allocate_budget,
+    recomputed,
     refine,
+    register_strategy,
     select,
+    select_none,
     subtract,
     total,
     union,
@@ -214,10 +218,67 @@ def test_cap_lowers_the_budget() -> None:
     assert total(select(chunks, SelectionSettings(n_avg=10, max_fraction=0.2))) == 100
 
 
-def test_a_new_strategy_needs_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(STRATEGIES, "second-chunk", lambda bounds, settings: [bounds[1], (0, 1), (-5, 2)])
-    ranges = select(bounds_of([5, 5, 5]), SelectionSettings("second-chunk"))
-    assert ranges == [(0, 2), (5, 10), (14, 15)]
+def test_all_but_the_first_chunk_is_recomputed_of_what_was_chosen() -> None:
+    chunks = bounds_of([0, 10, 10])
+    assert recomputed(chunks, SelectionSettings(n_avg=8)) == [(10, 20)]
+    assert recomputed(bounds_of([10]), SelectionSettings(n_avg=8)) == [(9, 10)]
+    assert recomputed(chunks, SelectionSettings("all")) == [(0, 20)]
+
+
+# ---- strategies of one's own
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is gone after it."""
+    for name in ("second-chunk", "bad"):
+        monkeypatch.setitem(STRATEGIES, name, select_none)
+
+
+def test_a_registered_strategy_is_selected_by_its_name(registry: None) -> None:
+    for number in (1, 2):  # may be registered again
+        register_strategy(
+            "second-chunk", lambda bounds, settings, n=number: [bounds[n], (0, 1), (-5, 2), (14, 99)]
+        )  # type: ignore[misc]
+        config = DaricConfig(selection="second-chunk").override(selection="second-chunk")
+        ranges = select(bounds_of([5, 5, 5]), SelectionSettings(config.selection))
+        assert ranges == ([(0, 2), (5, 10), (14, 15)] if number == 1 else [(0, 2), (10, 15)])
+    with pytest.raises(ValueError, match="second-chunk"):
+        DaricConfig(selection="third-chunk")
+
+
+def _raises(bounds: Sequence[TokenRange], settings: SelectionSettings) -> list[TokenRange]:
+    raise RuntimeError("no such luck")
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        _raises,
+        lambda bounds, settings: None,
+        lambda bounds, settings: 5,
+        lambda bounds, settings: [(0.0, 5.0)],
+        lambda bounds, settings: [(0, 1, 2)],
+        lambda bounds, settings: [("a", "b")],
+        lambda bounds, settings: [3],
+        lambda bounds: [],
+    ],
+)
+def test_a_strategy_that_fails_costs_no_more_than_its_gain(
+    registry: None, caplog: pytest.LogCaptureFixture, strategy: Any
+) -> None:
+    register_strategy("bad", strategy)
+    assert select(bounds_of([5, 5]), SelectionSettings("bad")) == [(0, 10)]
+    assert "'bad' failed" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"), [("", len), (5, len), ("all", len), ("mine", [(0, 1)]), ("mine", None)]
+)
+def test_what_cannot_be_a_strategy_is_refused(name: Any, strategy: Any) -> None:
+    with pytest.raises(ValueError, match=r"(name|strategy) is"):
+        register_strategy(name, strategy)
+    assert "mine" not in STRATEGIES
 
 
 # ---- bad input

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from daric_rag.engine.keys import Segment, segment_chain
-from daric_rag.engine.selection import SelectionSettings, select
-from daric_rag.engine.token_ranges import TokenRange, refine, subtract, union
+from daric_rag.engine.selection import SelectionSettings, recomputed
+from daric_rag.engine.token_ranges import TokenRange, refine, union
 
 EXTRA_ARGS_KEY = "daric"
 """Key of the layout in `SamplingParams.extra_args`."""
@@ -27,26 +27,33 @@ class ChunkLayout:
     """What the client says of a prompt: where chunks lie, and how to reuse them.
 
     `bounds`: contiguous `[start, end)` token ranges from 0 to the prompt's end; every chunk but the last ends
-    on a block boundary. `live`: per chunk, whether it is computed in full context and never cached. `warm`:
-    only the chunks' KV is wanted, no answer.
+    on a block boundary. `live`: per chunk, whether it is computed in full context and never cached. `recompute`:
+    the recomputation index set I, chosen in the client's process. `warm`: only the chunks' KV is wanted, no answer.
     """
 
     bounds: tuple[TokenRange, ...]
     live: tuple[bool, ...]
-    selection: SelectionSettings
+    recompute: tuple[TokenRange, ...]
     namespace: str = ""
     warm: bool = False
+
+    @classmethod
+    def select(
+        cls,
+        bounds: tuple[TokenRange, ...],
+        live: tuple[bool, ...],
+        settings: SelectionSettings,
+        **fields: Any,
+    ) -> ChunkLayout:
+        """A layout whose recomputation index set is chosen by `settings`."""
+        return cls(bounds, live, tuple(recomputed(bounds, settings)), **fields)
 
     def to_extra_args(self) -> dict[str, Any]:
         """The form that travels in `SamplingParams.extra_args`: plain JSON values."""
         return {
             "bounds": [list(bound) for bound in self.bounds],
             "live": list(self.live),
-            "strategy": self.selection.strategy,
-            "n_avg": self.selection.n_avg,
-            "ratio": self.selection.ratio,
-            "mtaf": self.selection.mtaf,
-            "max_fraction": self.selection.max_fraction,
+            "recompute": [list(chosen) for chosen in self.recompute],
             "namespace": self.namespace,
             "warm": self.warm,
         }
@@ -57,14 +64,16 @@ class ChunkLayout:
         try:
             bounds = tuple((int(start), int(end)) for start, end in values["bounds"])
             live = tuple(bool(flag) for flag in values["live"])
-            settings = SelectionSettings(
-                values["strategy"], values["n_avg"], values["ratio"], values["mtaf"], values["max_fraction"]
-            )
+            recompute = tuple((int(start), int(end)) for start, end in values["recompute"])
             namespace, warm = str(values["namespace"]), bool(values["warm"])
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"malformed chunk layout: {error!r}") from None
         _check_bounds(bounds, len(live), num_tokens, block_size)
-        return cls(bounds, live, settings, namespace, warm)
+        if any(not 0 <= start < end <= num_tokens for start, end in recompute):
+            raise ValueError(
+                f"recomputed ranges {recompute} are not inside the prompt of {num_tokens} tokens"
+            )
+        return cls(bounds, live, recompute, namespace, warm)
 
 
 @dataclass(frozen=True)
@@ -179,12 +188,7 @@ class RequestPlan:
     def begin(self, num_prefix_tokens: int) -> None:
         """Fix the engine's prefix hit and refine the recomputation index set by it (paper §3.3.2)."""
         self.num_prefix_tokens = self.done = num_prefix_tokens
-        bounds = [(chunk.start, chunk.end) for chunk in self.chunks]
-        chosen = select(bounds, self.layout.selection)
-        # The first chunk stands at position 0: its independent KV is exact already.
-        if self.layout.selection.strategy != "all":
-            chosen = subtract(chosen, [(0, min(self.chunks[0].end, self.num_tokens - 1))])
-        self.recompute = refine(union(chosen, self._live_ranges()), num_prefix_tokens)
+        self.recompute = refine(union(self.layout.recompute, self._live_ranges()), num_prefix_tokens)
 
     def skip_filled(self, num_filled: int) -> None:
         """Leave out what another request has filled in, in blocks that both hold; never the last token."""
