@@ -140,6 +140,29 @@ def test_live_piece_is_computed_in_context_and_not_stored(engine: DaricEngine) -
     assert_same_answer(engine.generate(prompt, sampling(), reuse=False), exact)
 
 
+def test_live_text_is_not_served_with_the_kv_of_a_document(engine: DaricEngine) -> None:
+    """vLLM's prefix cache knows only tokens; here they are equal, and a document's KV is approximate."""
+    first, second, third = (
+        engine.processor.warm_chunk(make_document(seed)).token_ids for seed in (75, 76, 77)
+    )
+    as_document = ChunkedPrompt("s", [first, second, third], "q")
+    as_live = ChunkedPrompt("s", [first, Live(second), third], "q")
+    as_question = ChunkedPrompt("s", [first], second + third)
+    alone = [
+        engine.generate(prompt, sampling(4), namespace=name)
+        for prompt, name in ((as_live, "a"), (as_question, "b"))
+    ]
+    # The question finds what was live before, and not the document behind it.
+    for prompt, expected, num_shared in ((as_live, alone[0], 0), (as_question, alone[1], len(second))):
+        engine.generate(as_document, sampling(1))
+        result = engine.generate(prompt, sampling(4))
+        assert result.metrics.engine_hit_tokens == result.metrics.chunk_bounds[2][0] + num_shared
+        assert_same_answer(result, expected)
+    # Requests that agree on what is live share it.
+    other = engine.generate(ChunkedPrompt("s", [first, Live(second), first], "q"), sampling(1)).metrics
+    assert other.engine_hit_tokens == other.chunk_bounds[2][1]
+
+
 def test_cache_query_stores_the_last_chunk(engine: DaricEngine) -> None:
     prompt = make_prompt([74], "A query that is long enough to be worth caching, asked again and again.")
     metrics = engine.generate(prompt, sampling(1), cache_query=True).metrics

@@ -236,7 +236,7 @@ def make_request(number: int, arrival: Arrival) -> Any:
     salt = None
     if arrival.reuse:
         live = (False,) * (len(bounds) - 1) + (True,)
-        layout = ChunkLayout(tuple(bounds), live, SelectionSettings(arrival.strategy, n_avg=8))
+        layout = ChunkLayout.select(tuple(bounds), live, SelectionSettings(arrival.strategy, n_avg=8))
         sampling.extra_args = {EXTRA_ARGS_KEY: layout.to_extra_args()}
         salt = f"reuse-{arrival.strategy}"
     return Request(

@@ -245,10 +245,10 @@ def test_blocks_nobody_will_fill_are_named() -> None:
 
 def test_the_last_token_is_computed_even_if_its_block_is_filled() -> None:
     side = scheduler()
-    layout = ChunkLayout(((0, 64), (64, 128)), (False, False), SelectionSettings(strategy="none"))
+    layout = ChunkLayout.select(((0, 64), (64, 128)), (False, False), SelectionSettings(strategy="none"))
     look_up(side, "first", layout)
     step(side, "first", [1, 2, 3, 4], 127)
-    longer = ChunkLayout(((0, 64), (64, 128), (128, 133)), (False, False, True), layout.selection)
+    longer = ChunkLayout(((0, 64), (64, 128), (128, 133)), (False, False, True), layout.recompute)
     look_up(side, "second", longer, prefix=96)
     step(side, "second", [1, 2, 3, 4, 5], 133)
     last = step(side, "first", [1, 2, 3, 4], 128, 127, starts=False)

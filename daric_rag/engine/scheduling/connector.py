@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from daric_rag.engine.fingerprint import adapter_fingerprint, root_fields
 from daric_rag.engine.keys import SegmentKey, root_key
 from daric_rag.engine.launch import CONFIG_KEY
 from daric_rag.engine.metrics import RequestReport
+from daric_rag.engine.scheduling.approximate_blocks import ApproximateBlocks, PrefixHit
 from daric_rag.engine.scheduling.index.opening import open_index
 from daric_rag.engine.scheduling.plan import EXTRA_ARGS_KEY, ChunkLayout, StepPlan
 from daric_rag.engine.scheduling.rank_copies import RankCopies
@@ -84,6 +85,8 @@ class DaricConnector(KVConnectorBase_V1):
         self._roots: dict[tuple[str, str], bytes] = {}
         self._adapters: dict[tuple[str, str], str] = {}
         self._pool: BlockPool | None = None
+        self._layouts: dict[str, ChunkLayout | None] = {}
+        self._approximate = ApproximateBlocks(self._block_size)
         self.num_tracked = 0
         self.scheduler_side: SchedulerSide | None = None
         self.worker_side: WorkerSide | None = None
@@ -126,9 +129,17 @@ class DaricConnector(KVConnectorBase_V1):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """max(0, L_cont - L_gpu): contiguous hits beyond the engine's own prefix hit, loaded in the same step."""
-        layout = self._layout(request)
+        if request.request_id not in self._layouts:
+            self._layouts[request.request_id] = self._layout(request)
+        layout = self._layouts[request.request_id]
         if layout is None:
             return 0, False
+        hit = PrefixHit(layout, num_computed_tokens, request.block_hashes)
+        misleading = self._approximate.arrives(request.request_id, hit, self._cached_block)
+        if misleading:
+            # Without them in the prefix cache, vLLM finds a shorter hit when it asks again in the next step.
+            self._forget_blocks(misleading)
+            return None, False
         root = self._root(layout.namespace, self._adapter(request))
         external = self._scheduler.num_external_tokens(
             request.request_id, layout, request.all_token_ids, num_computed_tokens, root
@@ -154,6 +165,8 @@ class DaricConnector(KVConnectorBase_V1):
             return groups[0]
 
         plans = self._scheduler.plan(_scheduled(scheduler_output), block_table)
+        for plan in plans:
+            self._approximate.allocated(plan.request_id, plan.block_ids)
         return DaricMetadata(plans, preempted, self._scheduler.num_tracked)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -165,12 +178,21 @@ class DaricConnector(KVConnectorBase_V1):
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Return the request's metrics with its last output; its blocks are free at once."""
+        self._layouts.pop(request.request_id, None)
+        self._approximate.finished(request.request_id)
         values, orphans = self._scheduler.finished(request.request_id)
         self._forget_blocks(orphans)
         return False, None if values is None else {EXTRA_ARGS_KEY: values}
 
-    def _forget_blocks(self, block_ids: Sequence[int]) -> None:
-        """Take blocks that were allocated but never filled in out of vLLM's prefix cache.
+    def _cached_block(self, block_hash: Any) -> int | None:
+        """The block that vLLM's prefix cache has for a hash."""
+        assert self._pool is not None
+        blocks = self._pool.get_cached_block(block_hash, [0])
+        return blocks[0].block_id if blocks else None
+
+    def _forget_blocks(self, block_ids: Collection[int]) -> None:
+        """Take blocks out of vLLM's prefix cache that others must not find: of approximate KV under live text, or
+        allocated but never filled in.
 
         vLLM enters blocks when it schedules them. A reuse request that is aborted or preempted between two
         steps of a chunked prefill may leave a chunk half done.

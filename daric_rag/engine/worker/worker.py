@@ -142,7 +142,7 @@ class _DaricWorkerMixin:
         return self._complete(super().sample_tokens(grammar_output))  # type: ignore[misc]
 
     def daric_stats(self) -> dict[str, Any]:
-        """Counters of this rank: its store, its steps with reuse and their passes, requests in flight in the last step."""
+        """Counters of this rank: its store, steps with reuse and their passes, requests in flight in the last step."""
         connector = get_kv_transfer_group()
         assert isinstance(connector, DaricConnector)
         return {**self._side().stats(), "tracked_requests": connector.num_tracked}
