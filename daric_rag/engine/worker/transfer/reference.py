@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from daric_rag.engine.worker.kv_layout import KVLayout, PackedOrder
+from daric_rag.engine.worker.rope import rotate
 from daric_rag.engine.worker.transfer.plan import (
     NO_ROTATION,
     Kind,
@@ -22,7 +23,8 @@ class Reference:
 
     def __init__(self, kind: Kind, plan: TransferPlan, rope: RopeTable | None) -> None:
         self._layout, device = plan.caches.layout, plan.caches.device
-        self._kind, self._rope = kind, rope
+        self._kind = kind
+        self._rope = rope and replace(rope, cos=rope.cos.to(device), sin=rope.sin.to(device))
         self._items = [TransferRange(*row) for row in plan.ranges.tolist()]
         self._tokens = [item.num_tokens for item in self._items]
         self._slots = _Slots.of(plan.pieces.to(device))
@@ -48,11 +50,14 @@ class Reference:
 
     def _rotated(self, keys: torch.Tensor) -> torch.Tensor:
         """R(Δ) k for `keys` [num_tokens, num_kv_heads, head_dim], range after range, in the caches' dtype."""
-        keys = keys.to(torch.float32, copy=True)
-        for item, part in zip(self._items, keys.split_with_sizes(self._tokens), strict=True):
-            if self._rope is not None and item.rope_row != NO_ROTATION:
-                _rotate(part, self._rope, item.rope_row)
-        return keys.to(self._layout.dtype)
+        rope, turned = self._rope, []
+        for item, part in zip(self._items, keys.float().split_with_sizes(self._tokens), strict=True):
+            if rope is None or item.rope_row == NO_ROTATION:
+                turned.append(part)
+            else:
+                cos, sin = rope.cos[item.rope_row][None], rope.sin[item.rope_row][None]
+                turned.append(rotate(part, cos, sin, rope.neox, rope.rotary_dim))
+        return torch.cat(turned).to(self._layout.dtype)
 
 
 def record_rows(plan: TransferPlan, item: TransferRange) -> torch.Tensor:
@@ -64,16 +69,6 @@ def record_rows(plan: TransferPlan, item: TransferRange) -> torch.Tensor:
     memory = (ctypes.c_char * nbytes).from_address(item.record_address)
     record = torch.frombuffer(memory, dtype=dtype).view(shape)
     return record[:, :, item.src_token_start : item.src_token_start + item.num_tokens]
-
-
-def _rotate(keys: torch.Tensor, rope: RopeTable, row: int) -> None:
-    """Turn float32 `keys` in place."""
-    turned = keys[..., : rope.rotary_dim]
-    x, y = turned.chunk(2, dim=-1) if rope.neox else (turned[..., 0::2], turned[..., 1::2])
-    cos, sin = rope.cos[row].to(keys.device), rope.sin[row].to(keys.device)
-    new_x, new_y = x * cos - y * sin, y * cos + x * sin
-    x.copy_(new_x)
-    y.copy_(new_y)
 
 
 @dataclass(frozen=True)
