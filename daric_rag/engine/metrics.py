@@ -64,8 +64,9 @@ class RequestReport:
     """Counts over all steps of one request, in tokens and seconds.
 
     The scheduler's side counts `engine_hit_tokens` and `lookup_s`, the worker everything else. The seconds are
-    those of the steps that the request took part in, shared with whoever was in them. `attempt`: how often it
-    was preempted before.
+    those of the steps that the request took part in, shared with whoever was in them. `unstored`: chunks that
+    could not be generated on their own, so that their KV was computed but not stored. `attempt`: how often the
+    request was preempted before.
     """
 
     attempt: int = 0
@@ -76,6 +77,7 @@ class RequestReport:
     recomputed_tokens: int = 0
     recomputed_ranges: list[TokenRange] = field(default_factory=list)
     failed_segments: int = 0
+    unstored: list[TokenRange] = field(default_factory=list)
     lookup_s: float = 0.0
     load_s: float = 0.0
     generate_s: float = 0.0
@@ -89,6 +91,7 @@ class RequestReport:
         self.recomputed_tokens += other.recomputed_tokens
         self.recomputed_ranges += other.recomputed_ranges
         self.failed_segments += other.failed_segments
+        self.unstored += other.unstored
         self.load_s += other.load_s
         self.generate_s += other.generate_s
         self.recompute_s += other.recompute_s

@@ -31,6 +31,7 @@ class _Transfers:
     rotate: Transfer | None = None
     # Chunks of `scatter` that are still being read from disk: awaited layer by layer.
     arriving: tuple[LoadedChunk, ...] = ()
+    deadline: float | None = None
 
 
 _NOTHING = _Transfers()
@@ -115,7 +116,8 @@ class LayerHooks:
         for loaded in wanted:
             load.add_load(loaded, recomputed.get(loaded.plan.request_id, ()), reencode=True)
         arriving = tuple(loaded for loaded in wanted if not loaded.has_arrived(self.num_layers - 1))
-        with self._during(_Transfers(load.build(Kind.SCATTER), arriving=arriving)):
+        transfers = _Transfers(load.build(Kind.SCATTER), arriving=arriving, deadline=work.deadline)
+        with self._during(transfers):
             yield
 
     @contextlib.contextmanager
@@ -157,6 +159,8 @@ class LayerHooks:
 
     def _arrive(self, layer: int) -> None:
         for loaded in self._pass.arriving:
-            if loaded not in self._damaged and not all(handle.wait(layer) for handle in loaded.handles):
+            if loaded not in self._damaged and not all(
+                handle.wait(layer, self._pass.deadline) for handle in loaded.handles
+            ):
                 # The pass goes on with whatever lies there, and is repeated.
                 self._damaged.append(loaded)

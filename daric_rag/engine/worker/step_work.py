@@ -11,6 +11,7 @@ from daric_rag.engine.metrics import RequestReport
 from daric_rag.engine.scheduling.plan import ChunkWork, StepPlan, clip
 from daric_rag.engine.storage.base import ReadHandle
 from daric_rag.engine.token_ranges import TokenRange, total, union
+from daric_rag.engine.worker.load_or_generate import num_worth_loading
 from daric_rag.engine.worker.passes import Generation, Recomputation
 
 if TYPE_CHECKING:
@@ -34,6 +35,15 @@ class LoadedChunk:
         """Whether every segment that must be written is pinned."""
         return self.first_segment + len(self.handles) == len(self.chunk.segments)
 
+    @property
+    def can_be_generated(self) -> bool:
+        """Not if its beginning lies in blocks of the engine's prefix cache, re-encoded already and perhaps shared."""
+        return self.chunk.write_from == self.chunk.start
+
+    def num_unread_bytes(self, num_layers: int) -> int:
+        """Bytes of segments that are still being read from disk."""
+        return sum(handle.data.nbytes for handle in self.handles if not handle.is_ready(num_layers - 1))
+
     def has_arrived(self, layer: int) -> bool:
         """Whether the bytes of `layer` are all in memory."""
         return all(handle.is_ready(layer) for handle in self.handles)
@@ -45,13 +55,16 @@ class StepWork:
 
     `loads`: chunks to load whole. `generations`: chunks to generate before anything is recomputed, of which
     `prefixes` have a beginning to load first. `repeats`: chunks that another request generates in this step.
-    `live`: by request, the ranges whose only source is the recomputation phase.
+    `live`: by request, the ranges whose only source is the recomputation phase. `tokens_per_s`: how fast chunks are
+    generated, if that is known. `deadline`: when reads from disk are given up, in seconds of `time.monotonic()`.
     """
 
     plans: Sequence[StepPlan]
     store: KVStore
     num_layers: int
     agree: Agree
+    tokens_per_s: float | None = None
+    deadline: float | None = None
     loads: list[LoadedChunk] = field(default_factory=list)
     generations: list[Generation] = field(default_factory=list)
     prefixes: list[LoadedChunk] = field(default_factory=list)
@@ -92,7 +105,9 @@ class StepWork:
         given_up = [loaded for loaded, is_intact in zip(self.loads, intact, strict=True) if not is_intact]
         for loaded in given_up:
             self.loads.remove(loaded)
-            self.reports[loaded.plan.request_id].loaded_tokens -= loaded.chunk.end - loaded.chunk.write_from
+            report = self.reports[loaded.plan.request_id]
+            report.loaded_tokens -= loaded.chunk.end - loaded.chunk.write_from
+            report.failed_segments += len(loaded.handles)
             self._release(loaded.handles)
             self._sort_chunk(replace(loaded, handles=()))
         if given_up:
@@ -104,7 +119,7 @@ class StepWork:
     def _sort(self, wanted: Sequence[tuple[StepPlan, ChunkWork]]) -> None:
         """Decide, chunk by chunk, between load, generation and full context, for all ranks alike."""
         # All reads are under way before the first is waited for.
-        found = self._agreed([self._acquire(plan, chunk) for plan, chunk in wanted])
+        found = self._agreed(self._worth_loading([self._acquire(plan, chunk) for plan, chunk in wanted]))
         # A warm request writes nothing, so nothing else would notice a damaged record; and a generation pass
         # needs its beginning before it starts.
         found = self._agreed(
@@ -134,12 +149,34 @@ class StepWork:
                 self.store.release(handle)
                 break
             handles.append(handle)
+        failed = max(0, chunk.num_cached - first - len(handles))
+        self.reports[plan.request_id].failed_segments += failed
         return LoadedChunk(plan, chunk, first, tuple(handles))
+
+    def _worth_loading(self, found: Sequence[LoadedChunk]) -> list[LoadedChunk]:
+        """Leave chunks on a slow disk to be generated while others are read from it; later requests find them read."""
+        bytes_per_s, tokens_per_s = self.store.read_bytes_per_s(), self.tokens_per_s
+        if bytes_per_s is None or tokens_per_s is None:
+            return list(found)
+        unread = {one: one.num_unread_bytes(self.num_layers) for one in found}
+        on_disk = [one for one in found if unread[one] and one.is_whole and one.can_be_generated]
+        count = num_worth_loading(
+            [unread[one] for one in on_disk],
+            [one.chunk.end - one.chunk.start for one in on_disk],
+            sum(
+                one.chunk.end - one.chunk.start for one in found if not one.is_whole and one.can_be_generated
+            ),
+            bytes_per_s,
+            tokens_per_s,
+        )
+        left = on_disk[count:]
+        return [self._keep(one, 0) if one in left else one for one in found]
 
     def _verified(self, loaded: LoadedChunk) -> LoadedChunk:
         """Wait for the chunk's bytes; from the first damaged segment on its pins are given back."""
         for number, handle in enumerate(loaded.handles):
-            if not all(map(handle.wait, range(self.num_layers))):
+            if not all(handle.wait(layer, self.deadline) for layer in range(self.num_layers)):
+                self.reports[loaded.plan.request_id].failed_segments += len(loaded.handles) - number
                 return self._keep(loaded, number)
         return loaded
 
@@ -157,18 +194,16 @@ class StepWork:
     def _sort_chunk(self, loaded: LoadedChunk) -> None:
         plan, chunk, handles = loaded.plan, loaded.chunk, loaded.handles
         report = self.reports[plan.request_id]
-        if chunk.write_from == chunk.start and not loaded.is_whole and self._is_generated(chunk):
+        if loaded.can_be_generated and not loaded.is_whole and self._is_generated(chunk):
             self._release(handles)
             self.repeats.append(loaded)
             return
-        report.failed_segments += max(0, chunk.num_cached - loaded.first_segment - len(handles))
         if loaded.is_whole:
             self.loads.append(loaded)
             report.loaded_tokens += chunk.end - chunk.write_from
-        elif chunk.write_from > chunk.start:
-            # Its beginning lies in blocks of the engine's prefix cache, re-encoded already and perhaps shared:
-            # it cannot be generated on its own there.
+        elif not loaded.can_be_generated:
             self._release(handles)
+            report.unstored.append((chunk.start, chunk.end))
             self.live[plan.request_id].append((chunk.write_from, chunk.end))
         else:
             num_loaded = chunk.segments[len(handles) - 1].end if handles else 0

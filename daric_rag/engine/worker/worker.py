@@ -95,6 +95,8 @@ class _DaricWorkerMixin:
         """Compute a sub-request in a forward pass of its own, outside any step."""
         empty = self._with_removals(SchedulerOutput.make_empty())
         request = self._sub_request(row)
+        clock = self._side().hooks.stream.clock
+        started = clock()
         self._forward(
             dataclasses.replace(
                 empty,
@@ -105,6 +107,7 @@ class _DaricWorkerMixin:
             )
         )
         self.model_runner.execute_model_state = None
+        self._side().measure_generation(row.num_scheduled, clock() - started)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """Run one step: vLLM's own pass if nothing is reused in it, else the two phases."""
@@ -158,8 +161,10 @@ class _DaricWorkerMixin:
         started = clock()
         while work.generations:
             for one in generation_passes(work.take_generations(), beside, self._block_size):
+                pass_started = clock()
                 with side.hooks.generation(work, one):
                     self._forward_and_discard(step, one)
+                side.measure_generation(one.num_tokens, clock() - pass_started)
             if work.repeats:
                 side.hooks.publish_saves(work.store)
             work.load_repeats()

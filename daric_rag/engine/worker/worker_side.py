@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +19,16 @@ from daric_rag.engine.storage.base import RecordSpec, StoreEvent
 from daric_rag.engine.storage.opening import open_store
 from daric_rag.engine.worker.agreement import least_of_all_ranks
 from daric_rag.engine.worker.layer_hooks import LayerHooks
+from daric_rag.engine.worker.load_or_generate import Rate
 from daric_rag.engine.worker.step_work import StepWork
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from daric_rag.engine.storage.store import KVStore
+
+# How long a step waits for its reads from disk, all together; what has not come by then is generated.
+_MAX_READ_S = 10.0
 
 
 class WorkerSide:
@@ -39,6 +44,7 @@ class WorkerSide:
         self._reports: dict[str, RequestReport] = {}
         self._missing: list[SegmentKey] = []
         self.in_step = False
+        self._generation_rate = Rate()
         self.num_passes = 0
         self.num_reuse_steps = 0
 
@@ -75,7 +81,14 @@ class WorkerSide:
         """Around the passes of a step: what it loads is pinned inside, its reports are published at the end."""
         self.in_step = True
         self.num_reuse_steps += 1
-        work = StepWork(plans, self.store, self.hooks.num_layers, least_of_all_ranks)
+        work = StepWork(
+            plans,
+            self.store,
+            self.hooks.num_layers,
+            agree=least_of_all_ranks,
+            tokens_per_s=self._generation_rate.value(),
+            deadline=time.monotonic() + _MAX_READ_S,
+        )
         try:
             with work:
                 try:
@@ -89,6 +102,11 @@ class WorkerSide:
             self.in_step = False
             self._missing += work.missing
             self._reports.update(work.reports)
+
+    def measure_generation(self, num_tokens: int, seconds: float) -> None:
+        """Note how long a pass took; only where it is over when it returns, so never on a GPU."""
+        if self.hooks.stream.in_line:
+            self._generation_rate.add(num_tokens, seconds)
 
     def take_events(self) -> list[StoreEvent]:
         """What the store did since the last call."""

@@ -17,8 +17,11 @@ class LayerStream:
     """In line: on the CPU transfers and the forward pass share the same cores, so each is done when it is due.
 
     In a pass: `start` before its forward if it loads, then `need` before and `save` after a layer's attention.
-    After all passes of the step: `synchronize`, and `take_load_s`; `clock` is for the time in between.
+    After all passes of the step: `synchronize`, and `take_load_s`; `clock` is for the time in between. `in_line`:
+    whatever was asked for is over when the call returns, the forward pass included.
     """
+
+    in_line = True
 
     def __init__(self) -> None:
         self._load_s = 0.0
@@ -60,6 +63,8 @@ class LayerStream:
 
 class CudaLayerStream(LayerStream):
     """Two side streams, one a direction. Nothing in a step waits for the device but `synchronize`."""
+
+    in_line = False
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
