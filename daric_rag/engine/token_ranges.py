@@ -22,17 +22,17 @@ def union(*range_lists: Iterable[TokenRange]) -> list[TokenRange]:
 
 def subtract(ranges: Iterable[TokenRange], removed: Iterable[TokenRange]) -> list[TokenRange]:
     """Return the positions of `ranges` that are not in `removed`, as sorted disjoint non-empty ranges."""
-    holes = union(removed)
+    cuts = union(removed)
     kept: list[TokenRange] = []
-    first = 0  # holes before this one end at or before every range still to come
+    first = 0  # cuts before this one end at or before every range still to come
     for start, end in union(ranges):
-        while first < len(holes) and holes[first][1] <= start:
+        while first < len(cuts) and cuts[first][1] <= start:
             first += 1
         index = first
-        while index < len(holes) and holes[index][0] < end:
-            if start < holes[index][0]:
-                kept.append((start, holes[index][0]))
-            start = holes[index][1]
+        while index < len(cuts) and cuts[index][0] < end:
+            if start < cuts[index][0]:
+                kept.append((start, cuts[index][0]))
+            start = cuts[index][1]
             index += 1
         if start < end:
             kept.append((start, end))

@@ -59,7 +59,7 @@ class SchedulerSide:
     def num_external_tokens(
         self, request_id: str, layout: ChunkLayout, token_ids: Sequence[int], l_gpu: int, root: bytes
     ) -> int:
-        """max(0, L_cont - L_gpu) for a request about to be scheduled (paper §3.3.1).
+        """L_hit - L_gpu for a request about to be scheduled (paper §3.3.1): what the worker loads in the same step.
 
         vLLM asks again every step that the request waits. Its tokens are hashed once, and the index is asked
         again only after it has changed.
@@ -76,7 +76,8 @@ class SchedulerSide:
             tracked.looked_up = version
         l_cont = tracked.plan.num_contiguous_hit_tokens(self._block_size)
         self._reports.of(request_id).lookup_s += time.perf_counter() - started
-        return max(0, l_cont - l_gpu)
+        l_hit = max(l_gpu, l_cont)
+        return l_hit - l_gpu
 
     def plan(
         self, scheduled: Iterable[ScheduledRequest], block_table: Callable[[str], Sequence[int]]
