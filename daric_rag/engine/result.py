@@ -90,6 +90,7 @@ def build_metrics(
     Without reuse all tokens but vLLM's own prefix hit are live: computed in full context.
     """
     report: dict[str, Any] = dict((params or {}).get(EXTRA_ARGS_KEY) or {})
+    report.pop("unstored", None)
     prompt_tokens = len(processed.token_ids)
     reused = bool(report)
     if not reused:

@@ -188,8 +188,15 @@ def document(number: int) -> list[int]:
     ]
 
 
+class Config:
+    """vLLM's configuration, in what hypothesis can print."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
 @pytest.fixture(scope="module")
-def vllm_config(tiny_model: str) -> Any:
+def vllm_config(tiny_model: str) -> Iterator[Config]:
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -199,7 +206,7 @@ def vllm_config(tiny_model: str) -> Any:
     arguments = {**_defaults(DaricConfig()), "model": tiny_model, "max_model_len": 2048}
     config = AsyncEngineArgs(**arguments).create_engine_config()
     with set_current_vllm_config(config):
-        yield config
+        yield Config(config)
 
 
 def make_scheduler(vllm_config: Any, budget: int, num_seqs: int, num_blocks: int, threshold: int) -> Any:
@@ -303,7 +310,7 @@ def drive(scheduler: Any, worker: SymbolicWorker, arrivals: Sequence[Arrival]) -
             [11 + step % 7] if computed[name] + scheduled[name] >= requests[name].num_tokens else []
             for name in ids
         ]
-        meta = DaricWorkerMetadata(work.missing, worker.store.drain_events(), work.reports)
+        meta = DaricWorkerMetadata({0: work.missing}, {0: worker.store.drain_events()}, work.reports)
         result = ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={name: number for number, name in enumerate(ids)},
@@ -325,7 +332,7 @@ def drive(scheduler: Any, worker: SymbolicWorker, arrivals: Sequence[Arrival]) -
     host_kilobytes=st.sampled_from([1, 4, 1024]),
 )
 def test_every_block_is_written_before_it_is_read(
-    vllm_config: Any,
+    vllm_config: Config,
     arrivals: list[Arrival],
     budget: int,
     num_seqs: int,
@@ -334,7 +341,7 @@ def test_every_block_is_written_before_it_is_read(
     rows: int,
     host_kilobytes: int,
 ) -> None:
-    scheduler = make_scheduler(vllm_config, budget, num_seqs, num_blocks, threshold)
+    scheduler = make_scheduler(vllm_config.value, budget, num_seqs, num_blocks, threshold)
     worker = SymbolicWorker(Capacity(budget, rows), host_kilobytes << 10)
     for _ in drive(scheduler, worker, arrivals):
         pass
