@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daric_rag.engine.worker.load_or_generate import Rate, num_worth_loading
+from daric_rag.engine.worker.load_or_generate import MIN_GAIN_S, Rate, num_worth_loading
 
 CHUNKS = st.lists(st.integers(1, 2000), min_size=0, max_size=12)
 
@@ -22,7 +22,10 @@ def test_the_phase_is_never_longer_than_by_reading_or_generating_all(
         return max(sum(nbytes[:loaded]) / bytes_per_s, (generated + sum(tokens[loaded:])) / tokens_per_s)
 
     assert 0 <= number <= len(tokens)
-    assert phase(number) == pytest.approx(min(map(phase, range(len(tokens) + 1))))
+    shortest = min(map(phase, range(len(tokens) + 1)))
+    assert phase(number) <= shortest + MIN_GAIN_S
+    # Either it is as short as can be, or all are read because that is hardly longer.
+    assert phase(number) == pytest.approx(shortest) or number == len(tokens)
 
 
 @pytest.mark.parametrize(

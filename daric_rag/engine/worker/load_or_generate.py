@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+MIN_GAIN_S = 0.1
+"""Estimates are rough, and a chunk that is read leaves the processor to others: less is not worth generating for."""
+
 
 def num_worth_loading(
     nbytes: Sequence[int],
@@ -17,12 +20,15 @@ def num_worth_loading(
 
     `nbytes`, `num_tokens`: per chunk what is to be read, and what there would be to generate.
     `num_generated_tokens`: what the step generates in any case. Reading and generating go on beside each other, so
-    the phase takes as long as the longer of the two. A chunk that may be read without loss is.
+    the phase takes as long as the longer of the two. All are read unless `MIN_GAIN_S` are gained, and as many as can be
+    without loss.
     """
     read_s = [amount / max(bytes_per_s, 1e-9) for amount in accumulate(nbytes, initial=0)]
     left = [num_generated_tokens + sum(num_tokens) - done for done in accumulate(num_tokens, initial=0)]
     phase_s = [max(reading, tokens / tokens_per_s) for reading, tokens in zip(read_s, left, strict=True)]
     shortest = min(phase_s)
+    if phase_s[-1] - shortest < MIN_GAIN_S:
+        return len(nbytes)
     return max(number for number, seconds in enumerate(phase_s) if seconds <= shortest)
 
 

@@ -159,7 +159,11 @@ class StepWork:
         if bytes_per_s is None or tokens_per_s is None:
             return list(found)
         unread = {one: one.num_unread_bytes(self.num_layers) for one in found}
-        on_disk = [one for one in found if unread[one] and one.is_whole and one.can_be_generated]
+        on_disk = [
+            one
+            for one in found
+            if unread[one] and one.is_whole and one.can_be_generated and not one.plan.warm
+        ]
         count = num_worth_loading(
             [unread[one] for one in on_disk],
             [one.chunk.end - one.chunk.start for one in on_disk],
