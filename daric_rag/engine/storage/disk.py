@@ -49,7 +49,7 @@ class DiskTier:
     share of it, by minding every `num_ranks`-th rank directory of all roots: where the own records are known
     one by one, the others' files are listed from time to time, and what was used least recently goes first.
 
-    Bookkeeping (`get` to `take_stamps`) is done under the lock of `KVStore`; what touches the disk (`find`
+    Bookkeeping (`get` to `stamps_of`) is done under the lock of `KVStore`; what touches the disk (`find`
     onwards) without it. Files are the truth, the bookkeeping an estimate of it: other engines add and delete
     files too.
     Raises `CacheUnavailableError` if the directory cannot be made or written.
@@ -187,14 +187,15 @@ class DiskTier:
         self._others = others
         self.other_bytes = sum(file.nbytes for file in others)
 
-    def take_stamps(self) -> list[tuple[str, float, int]]:
-        """(file, last access, accesses) of all records used since the last call, for `stamp`."""
+    def take_used(self) -> set[SegmentKey]:
+        """The records used since the last call."""
         used, self._used = self._used, set()
-        return [
-            (self.file_of(key), self._records[key].last_access, self._policy.accesses(key))
-            for key in used
-            if key in self._records
-        ]
+        return used
+
+    def stamps_of(self, keys: Iterable[SegmentKey]) -> list[tuple[SegmentKey, float, int]]:
+        """(key, last access, accesses) of those that are known, for `stamp`."""
+        records = (self._records[key] for key in keys if key in self._records)
+        return [(record.key, record.last_access, self.accesses(record.key)) for record in records]
 
     def file_of(self, key: SegmentKey) -> str:
         """The path of the record of `key`, whether it exists or not."""
@@ -231,10 +232,10 @@ class DiskTier:
         write_record(self.path, self.rank, complete, payload)
         return complete
 
-    def stamp(self, stamps: list[tuple[str, float, int]]) -> None:
+    def stamp(self, stamps: list[tuple[SegmentKey, float, int]]) -> None:
         """Tell the files how their records were used."""
-        for file, last_access, accesses in stamps:
-            stamp(file, last_access, accesses)
+        for key, last_access, accesses in stamps:
+            stamp(self.file_of(key), last_access, accesses)
 
     def delete(self, file: str) -> bool:
         """Delete a file that may be gone already; whether it was this call that did it."""

@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
@@ -26,7 +26,8 @@ FIRST_RETRY_S = 0.5
 LAST_RETRY_S = 30.0
 REFRESH_INTERVAL_S = 60.0
 REFRESH_SHARE = 32
-ADOPT_BATCH = 64
+BATCH = 64
+"""Records that are dealt with in one go under the lock."""
 REPORT_INTERVAL_S = 10.0
 
 
@@ -52,9 +53,8 @@ class WriteBehind:
         self._counts = counts
         self._manifest = manifest
         self._registered: set[str] = set()
-        self._queue: dict[
-            SegmentKey, HostRecord
-        ] = {}  # in order, all pinned; empty while the tier is read-only
+        # All pinned, in the order of their commits; empty while the tier is read-only.
+        self._queue: OrderedDict[SegmentKey, HostRecord] = OrderedDict()
         self._busy = True
         self._stopping = False
         self.read_only = False
@@ -121,9 +121,12 @@ class WriteBehind:
     def _stamp(self) -> None:
         """Tell the files how they were used, now and then, so that a later engine knows."""
         with self._changed:
-            stamps = self._disk.take_stamps()
+            used = iter(self._disk.take_used())
             self._stamped_at = time.monotonic()
-        self._disk.stamp(stamps)
+        while keys := list(islice(used, BATCH)):
+            with self._changed:
+                stamps = self._disk.stamps_of(keys)
+            self._disk.stamp(stamps)
 
     def _report(self) -> None:
         """Enter what was counted since the last time, now and then."""
@@ -191,7 +194,7 @@ class WriteBehind:
 
     def _take(self) -> HostRecord | None:
         if not self.read_only:
-            return self._queue.pop(next(iter(self._queue))) if self._queue else None
+            return self._queue.popitem(last=False)[1] if self._queue else None
         record = next(self._lacking(), None)  # any will do to see whether the disk can be written again
         if record is not None:
             self._host.pin(record)
@@ -279,7 +282,7 @@ class WriteBehind:
         started = time.monotonic()
         seen: set[SegmentKey] = set()
         examined = self._disk.examine()
-        while batch := list(islice(examined, ADOPT_BATCH)):
+        while batch := list(islice(examined, BATCH)):
             if self._stopping:
                 return
             seen.update(found.key for found, _ in batch)
