@@ -208,4 +208,6 @@ def _order(offsets: torch.Tensor, pattern: PackedOrder | None) -> _Order:
 def _on_device(table: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The table there, without waiting for the device."""
     table = table.contiguous()
-    return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
+    if device.type == "cpu" or not table.numel():
+        return table
+    return table.pin_memory().to(device, non_blocking=True)
