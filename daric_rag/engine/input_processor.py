@@ -16,6 +16,7 @@ from typing import Any
 
 from daric_rag.config import DaricConfig
 from daric_rag.engine.token_ranges import TokenRange
+from daric_rag.engine.tokenizer import ExclusiveTokenizer
 from daric_rag.prompt import (
     ChatMessage,
     ChatPrompt,
@@ -78,7 +79,7 @@ class InputProcessor:
     def __init__(
         self, tokenizer: Any, block_size: int, max_model_len: int, vocab_size: int, padding: str
     ) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer = ExclusiveTokenizer(tokenizer)
         self._block_size = block_size
         self._max_model_len = max_model_len
         # The engine must be able to generate at least one token.

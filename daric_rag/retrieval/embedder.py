@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from daric_rag.one_process import OneProcess
 from daric_rag.retrieval.optional import require
 
 Embeddings = NDArray[np.float32]
@@ -36,15 +37,18 @@ class Embedder(Protocol):
         """Vector of a query, float32 [dim]."""
 
 
-class SentenceTransformerEmbedder:
+class SentenceTransformerEmbedder(OneProcess):
     """A sentence-transformers model: the embedded default, a directory, or a hub id.
 
     The model is loaded at first use. Safe to call from several threads (calls are serialised, because the
-    tokenizer's truncation state is shared). Raises `MissingExtraError` if sentence-transformers is missing.
+    tokenizer's truncation state is shared), not in a process forked after the first use. Raises
+    `MissingExtraError` if sentence-transformers is missing.
 
         embedder = SentenceTransformerEmbedder()
         embedder.encode_query("Who was Teutberga?")    # float32 [384]
     """
+
+    kind = "embedder"
 
     def __init__(
         self, name: str = DEFAULT_EMBEDDER, *, device: str | None = None, batch_size: int = 32
@@ -63,10 +67,12 @@ class SentenceTransformerEmbedder:
 
     @property
     def dim(self) -> int:
+        self.check_process()
         with self._lock:
             return int(self._loaded().get_embedding_dimension())
 
     def encode_documents(self, texts: list[str]) -> Embeddings:
+        self.check_process()
         with self._lock:
             model = self._loaded()
             if not texts:  # the library answers with shape [0], not [0, dim]
@@ -74,6 +80,7 @@ class SentenceTransformerEmbedder:
             return self._encode(model.encode_document, model, texts)
 
     def encode_query(self, text: str) -> Embeddings:
+        self.check_process()
         with self._lock:
             model = self._loaded()
             query: Embeddings = self._encode(model.encode_query, model, [text])[0]

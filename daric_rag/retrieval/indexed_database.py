@@ -1,11 +1,13 @@
 """SQLite and FAISS kept in step: every change goes to both, every search sees one state of both."""
 
+import contextlib
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from daric_rag.errors import DaricError
+from daric_rag.one_process import OneProcess
 from daric_rag.retrieval.database import DocumentDatabase, Row, StoredDocument, to_vectors
 from daric_rag.retrieval.embedder import Embeddings
 from daric_rag.retrieval.filters import Predicate
@@ -21,14 +23,18 @@ OVER_FETCH = 8
 STALE = -1
 
 
-class IndexedDatabase:
+class IndexedDatabase(OneProcess):
     """The documents in the directory `path` (in memory: `None`) and the index over their vectors.
 
     A database that does not exist yet is made by `create`; until then nothing else may be called. Safe to
-    call from several threads. Another process may change the directory: the index is then read again.
+    call from several threads. Another process may change the directory: the index is then read again; a forked one
+    cannot use this object.
     """
 
+    kind = "document store"
+
     def __init__(self, path: Path | None) -> None:
+        self.check_process()
         self.path = path
         self._lock = threading.RLock()
         self._closed = False
@@ -59,20 +65,20 @@ class IndexedDatabase:
 
     def count(self) -> int:
         """Number of documents."""
-        with self._lock:
-            return self._open().count()
+        with self._open() as database:
+            return database.count()
 
     def rows_by_id(self, ids: Sequence[str]) -> dict[str, Row]:
         """The rows that exist among `ids`."""
-        with self._lock:
-            return self._open().rows_by_id(ids)
+        with self._open() as database:
+            return database.rows_by_id(ids)
 
     def blocks(self) -> Iterator[list[Row]]:
         """All rows in lists, oldest first; changes made while iterating may or may not be seen."""
         last = 0
         while True:
-            with self._lock:
-                rows = self._open().rows(after=last, limit=READ_BLOCK)
+            with self._open() as database:
+                rows = database.rows(after=last, limit=READ_BLOCK)
             if not rows:
                 return
             yield rows
@@ -86,8 +92,7 @@ class IndexedDatabase:
         replace: bool = True,
     ) -> int:
         """Remove and insert in one transaction, first in SQLite, then in FAISS; how many were removed."""
-        with self._lock:
-            database = self._open()
+        with self._open() as database:
             with database.writing():
                 index = self._current_index()
                 generation = database.generation + 1
@@ -105,20 +110,20 @@ class IndexedDatabase:
 
     def search(self, vector: Embeddings, k: int, predicate: Predicate | None) -> list[tuple[Row, float]]:
         """The `k` best rows and their inner products with `vector` (float32 [dim]), best first."""
-        with self._lock, self._open().reading():
+        with self._open() as database, database.reading():
             return self._hits(vector, k, predicate)
 
     def copy_to(self, directory: Path) -> None:
         """Write a copy of the database into `directory`, which must exist and hold none."""
-        with self._lock:
-            self._open().copy_to(directory / DATABASE_FILE)
+        with self._open() as database:
+            database.copy_to(directory / DATABASE_FILE)
 
     def write_vectors(self) -> None:
         """Write the FAISS file if it is out of date; a failure is only logged."""
         assert self.path is not None
         path = self.path / VECTORS_FILE
-        with self._lock, self._open().reading():
-            identity = (self._database.store_uuid, self._database.generation)
+        with self._open() as database, database.reading():
+            identity = (database.store_uuid, database.generation)
             if VectorIndex.is_current(path, *identity):
                 return
             try:
@@ -127,7 +132,12 @@ class IndexedDatabase:
                 logger.warning("%s was not written (%s); it will be rebuilt from the documents", path, error)
 
     def close(self) -> None:
-        """Write the FAISS file if it is out of date, and let go of the files; may be called again."""
+        """Write the FAISS file if it is out of date, and let go of the files; may be called again.
+
+        In a forked process it does nothing: the files are its parent's.
+        """
+        if self.is_elsewhere:
+            return
         with self._lock:
             if self._closed:
                 return
@@ -174,10 +184,14 @@ class IndexedDatabase:
             index.add([row.key for row in rows], to_vectors(rows, self._dim))
         return index
 
-    def _open(self) -> DocumentDatabase:
-        if self._closed:
-            raise DaricError("the document store is closed")
-        return self._database
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[DocumentDatabase]:
+        """The database, for this thread alone."""
+        self.check_process()
+        with self._lock:
+            if self._closed:
+                raise DaricError("the document store is closed")
+            yield self._database
 
 
 def refuse_existing(found: Iterable[str]) -> None:

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from daric_rag.errors import EngineClosedError
+from daric_rag.one_process import OneProcess
 from daric_rag.retrieval.document_store import DocumentStore
 from daric_rag.retrieval.hooks import both
 
@@ -24,7 +25,7 @@ class WarmingEngine(Protocol):
         """Compute and store the independent KV of documents."""
 
 
-class BackgroundWarmer:
+class BackgroundWarmer(OneProcess):
     """One daemon thread that calls `engine.warm` with the texts given to `submit`, a few at a time.
 
     At most `max_pending` texts wait; further ones are dropped and counted in `dropped`, because a document
@@ -32,7 +33,10 @@ class BackgroundWarmer:
     counted in `failed`; they never reach the caller of `submit`.
     """
 
+    kind = "background warmer"
+
     def __init__(self, engine: WarmingEngine, *, max_pending: int = 10_000) -> None:
+        self.check_process()
         if max_pending < 1:
             raise ValueError(f"max_pending={max_pending!r}: must be at least 1")
         self.warmed = 0
@@ -50,6 +54,7 @@ class BackgroundWarmer:
 
     def submit(self, texts: Sequence[str]) -> None:
         """Queue texts and return at once."""
+        self.check_process()
         with self._changed:
             room = 0 if self._closed else self._max_pending - len(self._pending)
             self._pending.extend(texts[:room])
@@ -61,6 +66,7 @@ class BackgroundWarmer:
 
     def feed(self, texts: Iterable[str]) -> None:
         """Warm any number of texts, read from `texts` as the engine gets to them."""
+        self.check_process()
         with self._changed:
             if not self._closed:
                 self._backlog = chain(self._backlog or (), texts)
@@ -69,11 +75,17 @@ class BackgroundWarmer:
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything submitted was warmed; False if `timeout` seconds passed before."""
+        self.check_process()
         with self._changed:
             return self._changed.wait_for(self._is_idle, timeout)
 
     def close(self, timeout: float | None = None) -> None:
-        """Drop what still waits and end the thread after the batch it is at; may be called again."""
+        """Drop what still waits and end the thread after the batch it is at; may be called again.
+
+        In a forked process it does nothing: the thread is its parent's.
+        """
+        if self.is_elsewhere:
+            return
         with self._changed:
             self._stop()
         if self._thread is not threading.current_thread():

@@ -7,7 +7,6 @@ first call and stay until `close_engines` or the end of the interpreter.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import os
@@ -29,7 +28,8 @@ class _Slot:
         self.engine: DaricEngine | None = None
 
 
-_slots: dict[str, _Slot] = {}
+# By process and arguments: an engine of the parent is of no use after a fork, and not ours to close.
+_slots: dict[tuple[int, str], _Slot] = {}
 _slots_lock = threading.Lock()
 
 
@@ -40,25 +40,20 @@ def get_engine(model: str, config: DaricConfig | None, engine_args: dict[str, An
     in this process. Raises what `DaricEngine` raises, and tries again at the next call.
     """
     with _slots_lock:
-        slot = _slots.setdefault(_key(model, config, engine_args), _Slot())
+        slot = _slots.setdefault((os.getpid(), _key(model, config, engine_args)), _Slot())
     with slot.lock:
         if slot.engine is None or slot.engine.closed:
             from daric_rag.engine.engine import DaricEngine
 
             slot.engine = DaricEngine(model, config, **engine_args)
             attach_engine(slot.engine)
-            # The last registered runs first: before multiprocessing and vLLM, whose handlers came with the start,
-            # end the engine's processes and with them what the disk tier has not written yet.
-            atexit.unregister(close_engines)
-            atexit.register(close_engines)
         return slot.engine
 
 
 def close_engines() -> None:
     """Close the engines that `get_engine` started; the next call of a language model starts a new one."""
     with _slots_lock:
-        slots = list(_slots.values())
-        _slots.clear()
+        slots = [_slots.pop(key) for key in list(_slots) if key[0] == os.getpid()]
     for slot in slots:
         with slot.lock:
             if slot.engine is not None:
@@ -67,6 +62,6 @@ def close_engines() -> None:
 
 
 def _key(model: str, config: DaricConfig | None, engine_args: dict[str, Any]) -> str:
-    """Equal for arguments that make equal engines; an engine of the parent is of no use after a fork."""
+    """Equal for arguments that make equal engines."""
     settings = (config or DaricConfig()).model_dump()
-    return json.dumps([os.getpid(), model, settings, engine_args], sort_keys=True, default=repr)
+    return json.dumps([model, settings, engine_args], sort_keys=True, default=repr)

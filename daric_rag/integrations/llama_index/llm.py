@@ -205,6 +205,12 @@ class DaricLLM(LLM):
 
     # ---- inside ----
 
+    def __getstate__(self) -> dict[str, Any]:
+        if self.engine is not None:
+            # LlamaIndex leaves out what cannot be pickled; without its engine this would be another model.
+            self.engine.__reduce__()
+        return super().__getstate__()
+
     def _engine(self) -> Any:
         if self.engine is None:
             return get_engine(self.model, self.config, self.engine_args)
