@@ -1,4 +1,8 @@
-"""What a call of `DaricEngine` does inside the engine's event loop: from a prompt to vLLM and back."""
+"""What a call of `DaricEngine` does inside the engine's event loop: from a prompt to vLLM and back.
+
+The loop is also where vLLM hands out the tokens of every stream, so texts are recognised and tokenised in a
+thread beside it.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,14 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from daric_rag.config import DaricConfig
 from daric_rag.engine.event_loop import gather
 from daric_rag.engine.input_processor import InputProcessor, ProcessedPrompt, Prompt
+from daric_rag.engine.launch import launch
 from daric_rag.engine.metrics import RequestMetrics, Totals, over_ranks
 from daric_rag.engine.requests import build_request, checked_adapter, is_one_prompt, warm_request
 from daric_rag.engine.result import Completion, GenerationResult, StreamChunk, WarmResult, build_metrics
@@ -26,26 +32,49 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
+T = TypeVar("T")
+
 # Documents of `warm` that are in the engine at once: enough to fill its batches, few enough to stay responsive.
 _WARM_CONCURRENCY = 32
-_CANCEL_S = 5.0
+# Documents that are tokenised in one go: a prompt that arrives meanwhile waits for no more than these.
+_TEXT_BATCH = 8
 
 
 class Calls:
-    """The coroutines behind the engine's methods; all of them run in the event loop that `llm` was started in."""
+    """The coroutines behind the engine's methods, `start` before all others, and all in one event loop."""
 
-    def __init__(
-        self, llm: AsyncLLM, processor: InputProcessor, recognizer: Recognizer | None, config: DaricConfig
-    ) -> None:
-        self._llm: AsyncLLM | None = llm
-        self._processor = processor
-        self._recognizer = recognizer
+    processor: InputProcessor
+    recognizer: Recognizer | None = None
+
+    def __init__(self, config: DaricConfig) -> None:
         self._config = config
+        self._llm: AsyncLLM | None = None
         self._totals = Totals()
         self._counter = itertools.count()
         self._prefix = f"daric-{os.getpid()}-{id(self):x}"
         self._closed = False
         self._adapters: set[tuple[str, int, str]] = set()
+        self._texts = ThreadPoolExecutor(1, thread_name_prefix="daric-texts")
+
+    async def start(self, model: str, engine_args: dict[str, Any]) -> AsyncLLM:
+        """Start vLLM with its processes; raises what `launch` raises."""
+        try:
+            self._llm = llm = launch(model, self._config, engine_args)
+        except RuntimeError as error:
+            raise DaricError(
+                f"vLLM did not start with {model!r}; its own messages say why: {error}"
+            ) from error
+        model_config = llm.model_config
+        self.processor = InputProcessor(
+            llm.get_tokenizer(),
+            llm.vllm_config.cache_config.block_size,
+            model_config.max_model_len,
+            model_config.get_vocab_size(),
+            self._config.padding,
+        )
+        if self._config.recognition:
+            self.recognizer = Recognizer(max_bytes=self._config.recognition_bytes)
+        return llm
 
     async def generate(
         self, prompts: Any, params: Any, lora_request: Any, options: dict[str, Any]
@@ -55,7 +84,7 @@ class Calls:
         config = self._config.override(**options)
         adapter = await self._adapter(lora_request)
         if is_one_prompt(prompts):
-            processed = self._process(prompts, config)
+            processed = await self._process(prompts, config)
             request = build_request(processed, params, config, stream=False)
             return await self._answer(processed, request, adapter, started)
         many = list(prompts)
@@ -63,7 +92,7 @@ class Calls:
         if len(each) != len(many):
             raise ValueError(f"params: {len(each)} given for {len(many)} prompts; give one, or one for each")
         # All prompts and parameters are checked before any request is scheduled.
-        processed_prompts = [self._process(prompt, config) for prompt in many]
+        processed_prompts = [await self._process(prompt, config) for prompt in many]
         requests = [
             build_request(processed, one, config, stream=False)
             for processed, one in zip(processed_prompts, each, strict=True)
@@ -81,7 +110,7 @@ class Calls:
         started = time.perf_counter()
         config = self._config.override(**options)
         adapter = await self._adapter(lora_request)
-        processed = self._process(prompt, config)
+        processed = await self._process(prompt, config)
         request = build_request(processed, params, config, stream=True)
         ttft = None
         count = 0
@@ -114,28 +143,25 @@ class Calls:
         config = self._config if namespace is None else self._config.override(namespace=namespace)
         adapter = await self._adapter(lora_request)
         documents = items_of("documents", documents, "a sequence of documents")
-        chunks = [self._processor.warm_chunk(one, f"documents[{n}]") for n, one in enumerate(documents)]
-        if self._recognizer is not None:
-            self._recognizer.register([document for document in documents if isinstance(document, str)])
-        # The same document twice is computed once.
-        unique = {tuple(chunk.token_ids): chunk for chunk in chunks if chunk.token_ids}
-        gate = asyncio.Semaphore(_WARM_CONCURRENCY)
+        chunks, empty = await self._warm_chunks(documents)
+        with progress_bar(len(chunks), "warming", "document", progress) as bar:
+            waiting = iter(chunks)
 
-        with progress_bar(len(unique), "warming", "document", progress) as bar:
-
-            async def one(chunk: ProcessedPrompt) -> RequestMetrics:
-                async with gate:
-                    metrics = await self._warm_one(chunk, config, adapter)
+            async def work() -> list[RequestMetrics]:
+                done = []
+                for chunk in waiting:
+                    done.append(await self._warm_one(chunk, config, adapter))
                     bar.update()
-                    return metrics
+                return done
 
-            done = await gather([one(chunk) for chunk in unique.values()])
+            workers = await gather([work() for _ in range(min(_WARM_CONCURRENCY, len(chunks)))])
+        done = [metrics for each in workers for metrics in each]
         return WarmResult(
             documents=len(done),
             tokens=sum(metrics.prompt_tokens for metrics in done),
             generated_tokens=sum(metrics.generated_tokens for metrics in done),
             cached_documents=sum(metrics.generated_tokens == 0 for metrics in done),
-            empty=sum(not chunk.token_ids for chunk in chunks),
+            empty=empty,
             seconds=time.perf_counter() - started,
         )
 
@@ -147,16 +173,12 @@ class Calls:
         return {**self._totals.to_dict(), "unfinished_requests": unfinished, "store": over_ranks(stores)}
 
     async def shut_down(self, timeout: float) -> None:
-        """End vLLM's processes within `timeout` seconds, time to write what the disk tier holds in memory, and
-        cancel every other call."""
+        """End vLLM's processes within `timeout` seconds: time to write what the disk tier holds in memory."""
         self._closed = True
-        llm, self._llm = self._open, None
-        llm.shutdown(timeout=timeout)
-        current = asyncio.current_task()
-        others = [task for task in asyncio.all_tasks() if task is not current]
-        for task in others:
-            task.cancel()
-        await asyncio.wait(others, timeout=_CANCEL_S) if others else None
+        self._texts.shutdown(wait=False, cancel_futures=True)
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            llm.shutdown(timeout=timeout)
 
     @property
     def _open(self) -> AsyncLLM:
@@ -166,16 +188,49 @@ class Calls:
             raise EngineClosedError("the engine was closed; make a new DaricEngine")
         return self._llm
 
-    # ---- one request ----
+    # ---- texts to tokens ----
 
-    def _process(self, prompt: Prompt, config: DaricConfig) -> ProcessedPrompt:
-        split = self._split_known if self._recognizer is not None else None
-        return self._processor.process(prompt, config, split)
+    async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Run what reads texts beside the loop; one call at a time, in the order of arrival."""
+        try:
+            future = self._texts.submit(function, *arguments)
+        except RuntimeError as error:
+            # The thread ends with the engine, or before it when the interpreter does.
+            raise EngineClosedError("the engine was closed; make a new DaricEngine") from error
+        async with self._errors():
+            return await asyncio.wrap_future(future)
+
+    async def _process(self, prompt: Prompt, config: DaricConfig) -> ProcessedPrompt:
+        split = self._split_known if self.recognizer is not None else None
+        return await self._in_thread(self.processor.process, prompt, config, split)
 
     def _split_known(self, text: str) -> list[tuple[str, bool]]:
         """Cut a text at the registered documents in it."""
-        assert self._recognizer is not None
-        return split_by_matches(text, self._recognizer.find(text))
+        assert self.recognizer is not None
+        return split_by_matches(text, self.recognizer.find(text))
+
+    async def _warm_chunks(self, documents: Sequence[Content]) -> tuple[list[ProcessedPrompt], int]:
+        """The chunks of documents, each once, and how many documents are empty; the texts are registered."""
+        unique: dict[tuple[int, ...], ProcessedPrompt] = {}
+        empty = 0
+        for batch in _batched(enumerate(documents), _TEXT_BATCH):
+            chunks = await self._in_thread(self._chunks_of, batch)
+            unique |= {token_ids: chunk for token_ids, chunk in chunks if token_ids}
+            empty += sum(not token_ids for token_ids, _ in chunks)
+        # Only now: of documents that are refused nothing is kept.
+        if self.recognizer is not None:
+            texts = (document for document in documents if isinstance(document, str))
+            for some in _batched(texts, _TEXT_BATCH):
+                await self._in_thread(self.recognizer.register, some)
+        return list(unique.values()), empty
+
+    def _chunks_of(
+        self, numbered: Sequence[tuple[int, Content]]
+    ) -> list[tuple[tuple[int, ...], ProcessedPrompt]]:
+        chunks = [self.processor.warm_chunk(one, f"documents[{number}]") for number, one in numbered]
+        return [(tuple(chunk.token_ids), chunk) for chunk in chunks]
+
+    # ---- one request ----
 
     async def _answer(
         self, processed: ProcessedPrompt, request: tuple[Any, SamplingParams], adapter: Any, started: float
@@ -284,3 +339,9 @@ def _completion(item: Any) -> Completion:
         logprobs=item.logprobs,
         cumulative_logprob=item.cumulative_logprob,
     )
+
+
+def _batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    rest = iter(items)
+    while batch := list(itertools.islice(rest, size)):
+        yield batch

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import os
+import threading
+import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 from daric_rag.config import DaricConfig
 from daric_rag.engine.calls import Calls
 from daric_rag.engine.event_loop import EventLoop
-from daric_rag.engine.input_processor import InputProcessor, Prompt
-from daric_rag.engine.launch import launch
+from daric_rag.engine.input_processor import Prompt
 from daric_rag.engine.result import GenerationResult, StreamChunk, WarmResult
-from daric_rag.errors import DaricError, EngineClosedError
+from daric_rag.one_process import OneProcess
 from daric_rag.prompt import Content
-from daric_rag.recognition import Recognizer
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -22,11 +24,11 @@ if TYPE_CHECKING:
 _SHUTDOWN_S = 15.0
 
 
-class DaricEngine:
+class DaricEngine(OneProcess):
     """vLLM whose requests reuse the KV of documents at any position.
 
     Safe to call from many threads and event loops; concurrent calls are batched by vLLM. Extra keywords are
-    vLLM engine arguments.
+    vLLM engine arguments. Copies are the engine itself; in a process forked later every call raises `DaricError`.
 
     >>> with DaricEngine("smollm2-135m", max_model_len=8192) as engine:
     ...     engine.warm(["first document", "second document"])
@@ -36,32 +38,30 @@ class DaricEngine:
     `CacheUnavailableError` if the cache's directory or Redis cannot be used.
     """
 
+    kind = "engine"
+
     def __init__(
         self, model: str = "smollm2-135m", config: DaricConfig | None = None, **engine_args: Any
     ) -> None:
+        self.check_process()
         self.config = config or DaricConfig()
-        self._closed = False
         self._loop = EventLoop("daric-engine")
+        self._calls = Calls(self.config)
+        self._end = weakref.finalize(self, _end, self._loop, self._calls, os.getpid())
+        self._end.atexit = False
         try:
-            self._llm: Any = self._loop.run(_launch(model, self.config, engine_args))
+            self._llm: Any = self._loop.run(self._calls.start(model, engine_args))
         except BaseException:
-            self._loop.stop()
+            self.close()
             raise
-        model_config = self._llm.model_config
+        # The last registered runs first: before multiprocessing, whose handler came with the start, waits for the
+        # engine's processes to end by themselves.
+        atexit.register(self._end)
         self.model_name = model
-        self.max_model_len: int = model_config.max_model_len
+        self.max_model_len: int = self._llm.model_config.max_model_len
         self.tokenizer: Any = self._llm.get_tokenizer()
-        self.processor = InputProcessor(
-            self.tokenizer,
-            self._llm.vllm_config.cache_config.block_size,
-            self.max_model_len,
-            model_config.get_vocab_size(),
-            self.config.padding,
-        )
-        self.recognizer = (
-            Recognizer(max_bytes=self.config.recognition_bytes) if self.config.recognition else None
-        )
-        self._calls = Calls(self._llm, self.processor, self.recognizer, self.config)
+        self.processor = self._calls.processor
+        self.recognizer = self._calls.recognizer
 
     # ---- generate ----
 
@@ -186,6 +186,7 @@ class DaricEngine:
 
     def register(self, texts: Sequence[str]) -> None:
         """Let `texts` be recognised as documents in plain text prompts; costs memory, no computation."""
+        self.check_process()
         if self.recognizer is not None:
             self.recognizer.register(texts)
 
@@ -196,19 +197,21 @@ class DaricEngine:
         return self._open.run(self._calls.stats())
 
     def close(self) -> None:
-        """End the engine's processes; unfinished calls raise `EngineClosedError`. Safe to call twice."""
-        if self._closed:
-            return
-        self._closed = True
-        with contextlib.suppress(Exception):
-            self._loop.submit(self._calls.shut_down(_SHUTDOWN_S)).result(timeout=_SHUTDOWN_S + 15)
-        self._loop.stop()
-        self._llm = None
+        """End the engine's processes; unfinished calls raise `EngineClosedError`. Safe to call twice.
+
+        Happens by itself at the end of the interpreter, and when nobody holds the engine any more. In a forked
+        process it does nothing: the engine is its parent's.
+        """
+        if not self.is_elsewhere:
+            self._end()
+            atexit.unregister(self._end)
+            # vLLM's object would shut down again when the interpreter takes it away, with half of it gone already.
+            self._llm = None
 
     @property
     def closed(self) -> bool:
         """Whether the engine can serve no more requests."""
-        return self._closed or bool(self._llm.errored)
+        return not self._end.alive or self.is_elsewhere or bool(self._llm.errored)
 
     def __enter__(self) -> DaricEngine:
         return self
@@ -219,13 +222,20 @@ class DaricEngine:
     @property
     def _open(self) -> EventLoop:
         """The way into the engine's event loop, as long as there is somebody to answer."""
-        if self._closed:
-            raise EngineClosedError("the engine was closed; make a new DaricEngine")
+        self.check_process()
         return self._loop
 
 
-async def _launch(model: str, config: DaricConfig, engine_args: dict[str, Any]) -> Any:
+def _end(loop: EventLoop, calls: Calls, process: int) -> None:
+    """End an engine that was closed, or that nobody can reach any more."""
+    if os.getpid() != process:
+        return
+    if loop.is_current:
+        # Whoever cleans up memory may be the loop's own thread, which cannot wait for itself.
+        threading.Thread(target=_end, args=(loop, calls, process)).start()
+        return
     try:
-        return launch(model, config, engine_args)
-    except RuntimeError as error:
-        raise DaricError(f"vLLM did not start with {model!r}; its own messages say why: {error}") from error
+        with contextlib.suppress(Exception):
+            loop.submit(calls.shut_down(_SHUTDOWN_S)).result(timeout=_SHUTDOWN_S + 15)
+    finally:
+        loop.stop()

@@ -7,11 +7,11 @@ import contextlib
 import queue
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
-from daric_rag.errors import DaricError
+from daric_rag.errors import DaricError, EngineClosedError
 
 T = TypeVar("T")
 
@@ -19,7 +19,7 @@ _STOP_S = 10.0
 
 
 @dataclass(frozen=True)
-class _Last(Generic[T]):
+class _Last:
     """The end of a stream on its way to another thread; `error` is what ended it, if anything did."""
 
     error: BaseException | None = None
@@ -35,17 +35,32 @@ class EventLoop:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
+        self._lock = threading.Lock()
+        self._stopping = False
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller is in the loop's own thread."""
+        return threading.current_thread() is self._thread
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start a coroutine and return at once."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        """Start a coroutine and return at once; raises `EngineClosedError` after `stop`."""
+        with self._lock:
+            if not self._stopping:
+                return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        coroutine.close()
+        raise _closed()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Wait for a coroutine in a thread; raises `DaricError` in the loop's own thread."""
-        self._refuse_own_thread(coroutine)
+        if self.is_current:
+            coroutine.close()
+            raise DaricError("a synchronous call inside the engine's own event loop would never return")
         future = self.submit(coroutine)
         try:
             return future.result()
+        except CancelledError:
+            raise _closed() from None
         except BaseException:
             # Ctrl-C in the caller must not leave the request running.
             future.cancel()
@@ -53,12 +68,19 @@ class EventLoop:
 
     async def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Wait for a coroutine in another event loop."""
-        return await asyncio.wrap_future(self.submit(coroutine))
+        future = self.submit(coroutine)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise _closed() from None
 
     def iterate(self, items: AsyncIterator[T]) -> Iterator[T]:
         """Iterate in a thread over what an async iterator yields in the loop."""
-        handed: queue.Queue[T | _Last[T]] = queue.Queue()
-        future = self.submit(_pump(items, handed.put))
+        handed: queue.Queue[T | _Last] = queue.Queue()
+        future = self._hand_over(items, handed.put)
         try:
             while not isinstance(item := handed.get(), _Last):
                 yield item
@@ -70,14 +92,14 @@ class EventLoop:
     async def aiterate(self, items: AsyncIterator[T]) -> AsyncGenerator[T]:
         """Iterate in another event loop over what an async iterator yields in this one."""
         loop = asyncio.get_running_loop()
-        handed: asyncio.Queue[T | _Last[T]] = asyncio.Queue()
+        handed: asyncio.Queue[T | _Last] = asyncio.Queue()
 
-        def put(item: T | _Last[T]) -> None:
+        def put(item: T | _Last) -> None:
             # The caller's loop may be gone by the time an abandoned stream ends.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(handed.put_nowait, item)
 
-        future = self.submit(_pump(items, put))
+        future = self._hand_over(items, put)
         try:
             while not isinstance(item := await handed.get(), _Last):
                 yield item
@@ -86,27 +108,33 @@ class EventLoop:
         finally:
             future.cancel()
 
+    def _hand_over(self, items: AsyncIterator[T], put: Callable[[T | _Last], None]) -> Future[None]:
+        async def pump() -> None:
+            async for item in items:
+                put(item)
+
+        future = self.submit(pump())
+        # Not at the end of `pump`, which is cancelled before its beginning if the loop stops just now.
+        future.add_done_callback(lambda done: put(_Last(_closed() if done.cancelled() else done.exception())))
+        return future
+
     def stop(self) -> None:
-        """End the thread; what still runs in it is abandoned."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        """Cancel what still runs, and end the thread."""
+        with self._lock:
+            self._stopping = True
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop)
         self._thread.join(timeout=_STOP_S)
         if not self._thread.is_alive():
             self._loop.close()
 
-    def _refuse_own_thread(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        if threading.current_thread() is self._thread:
-            coroutine.close()
-            raise DaricError("a synchronous call inside the engine's own event loop would never return")
-
-
-async def _pump(items: AsyncIterator[T], put: Callable[[T | _Last[T]], None]) -> None:
-    try:
-        async for item in items:
-            put(item)
-        put(_Last())
-    except BaseException as error:
-        put(_Last(error))
-        raise
+    async def _stop(self) -> None:
+        current = asyncio.current_task()
+        others = [task for task in asyncio.all_tasks() if task is not current]
+        for task in others:
+            task.cancel()
+        if others:
+            await asyncio.wait(others, timeout=_STOP_S / 2)
+        self._loop.stop()
 
 
 async def gather(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -119,3 +147,7 @@ async def gather(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
+
+
+def _closed() -> EngineClosedError:
+    return EngineClosedError("the engine was closed; make a new DaricEngine")
