@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import difflib
 import glob
 import os
+import weakref
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -44,29 +46,51 @@ def launch(model: str, config: DaricConfig, engine_args: dict[str, Any]) -> Asyn
     # Found out here, a bad location is one sentence; in the engine's process it would be a stack trace.
     check_directory(config)
     check_index(config)
-    set_default_environment()
+    quiet = engine_args.get("disable_log_stats", True)
+    set_default_environment("WARNING" if quiet else "INFO")
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
     _check_engine_args(engine_args, {field.name for field in fields(AsyncEngineArgs)})
-    arguments = {**_defaults(config), **engine_args, "model": resolve_model(model)}
+    arguments = {**_defaults(config), **_log_arguments(engine_args), "model": resolve_model(model)}
     with _one_process_allowed() if _fits_one_process(arguments) else contextlib.nullcontext():
-        vllm_config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS)
+        chosen = AsyncEngineArgs(**arguments)
+        vllm_config = chosen.create_engine_config(UsageContext.LLM_CLASS)
     check_supported(vllm_config)
     warn_bfloat16_amx(vllm_config.model_config.dtype, _device_type())
-    return AsyncLLM.from_vllm_config(
-        vllm_config, usage_context=UsageContext.LLM_CLASS, disable_log_stats=True, enable_log_requests=False
+    llm = AsyncLLM.from_vllm_config(
+        vllm_config,
+        usage_context=UsageContext.LLM_CLASS,
+        disable_log_stats=chosen.disable_log_stats,
+        enable_log_requests=chosen.enable_log_requests,
     )
+    if not quiet:
+        # The loop keeps the task as long as it sleeps.
+        asyncio.get_running_loop().create_task(_log_stats(weakref.ref(llm)))
+    return llm
 
 
-def set_default_environment() -> None:
+async def _log_stats(engine: weakref.ref[AsyncLLM]) -> None:
+    """What vLLM's servers do beside an AsyncLLM: let it write its statistics every few seconds."""
+    from vllm import envs
+
+    while True:
+        await asyncio.sleep(envs.VLLM_LOG_STATS_INTERVAL)
+        llm = engine()
+        if llm is None:
+            return
+        await llm.do_log_stats()
+        del llm
+
+
+def set_default_environment(log_level: str = "WARNING") -> None:
     """Defaults that vLLM reads from the environment; what the user has set stays."""
     # Without it decoding on a CPU is ten times slower: every small operation wakes all threads of two pools.
     os.environ.setdefault("OMP_NUM_THREADS", str(_num_physical_cores()))
     # The second model runner has no layer-wise connector hooks that we could use on both backends.
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", log_level)
 
 
 def _defaults(config: DaricConfig) -> dict[str, Any]:
@@ -125,6 +149,17 @@ def _one_process_allowed() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+def _log_arguments(engine_args: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with our default for vLLM's statistics: off, unless spans are made of them."""
+    tracing = engine_args.get("otlp_traces_endpoint") is not None
+    if tracing and engine_args.get("disable_log_stats"):
+        raise ValueError(
+            "disable_log_stats=True: with otlp_traces_endpoint, which makes spans of the statistics, they "
+            "cannot be disabled; leave it out"
+        )
+    return {"disable_log_stats": not tracing, **engine_args}
 
 
 def _check_engine_args(engine_args: dict[str, Any], known: set[str]) -> None:
