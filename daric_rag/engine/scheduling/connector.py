@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from daric_rag.config import DaricConfig
+from daric_rag.engine.death_watch import watch_parent
 from daric_rag.engine.fingerprint import adapter_fingerprint, root_fields
 from daric_rag.engine.keys import SegmentKey, root_key
 from daric_rag.engine.launch import CONFIG_KEY
@@ -77,6 +78,7 @@ class DaricConnector(KVConnectorBase_V1):
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
+        watch_parent()
         super().__init__(vllm_config, role, kv_cache_config)
         extra = self._kv_transfer_config.kv_connector_extra_config
         self._config = DaricConfig(**extra[CONFIG_KEY])

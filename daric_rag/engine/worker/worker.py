@@ -28,6 +28,7 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, KVConnectorOutput, ModelRunnerOutput
 
+from daric_rag.engine.death_watch import watch_parent
 from daric_rag.engine.metrics import RequestReport
 from daric_rag.engine.scheduling.connector import DaricConnector, DaricMetadata
 from daric_rag.engine.scheduling.plan import StepPlan
@@ -55,6 +56,7 @@ class _DaricWorkerMixin:
     vllm_config: Any
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        watch_parent()
         super().__init__(_with_more_rows(vllm_config), *args, **kwargs)  # type: ignore[call-arg]
         self._sub_requests: set[str] = set()
         self._num_sub_requests = 0
