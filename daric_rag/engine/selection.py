@@ -20,23 +20,7 @@ from operator import index
 import numpy as np
 from numpy.typing import NDArray
 
-from daric_rag.engine.token_ranges import TokenRange, refine, subtract, total, union
-
-__all__ = [
-    "MTAFS",
-    "STRATEGIES",
-    "SelectionSettings",
-    "Strategy",
-    "TokenRange",
-    "allocate_budget",
-    "recomputed",
-    "refine",
-    "register_strategy",
-    "select",
-    "subtract",
-    "total",
-    "union",
-]
+from daric_rag.engine.token_ranges import TokenRange, subtract, total, union
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +46,7 @@ class SelectionSettings:
     `strategy`: a name in `STRATEGIES`. `n_avg`: average recomputation budget per chunk, tokens. `ratio`: the
     r of n_2 = r * n_avg. `mtaf`: a name in `MTAFS`. `max_fraction`: the total budget is at most this fraction
     of the prompt's tokens (at least one token), paper section 5.2.5; None for no cap. `all` is not capped.
-
-    Raises ValueError that names the field, its value and what is allowed.
+    `DaricConfig` checks them.
     """
 
     strategy: str = "daric"
@@ -72,32 +55,32 @@ class SelectionSettings:
     mtaf: str = "linear"
     max_fraction: float | None = None
 
-    def __post_init__(self) -> None:
-        _check_name("strategy", self.strategy, STRATEGIES)
-        _check_budget(self.n_avg, self.ratio, self.mtaf)
-        cap = self.max_fraction
-        if cap is not None and (not isinstance(cap, int | float) or not 0 < cap <= 1):
-            raise ValueError(f"max_fraction is {cap!r}; allowed: 0 < max_fraction <= 1, or None")
-
 
 Strategy = Callable[[Sequence[TokenRange], SelectionSettings], Sequence[TokenRange]]
 """(non-empty contiguous chunks of the prompt, settings) -> ranges in any order, overlaps allowed."""
 
 
-def allocate_budget(num_chunks: int, n_avg: int, ratio: float, mtaf: str) -> list[int]:
+def allocate_budget(num_chunks: int, budget: int, ratio: float, mtaf: str) -> list[int]:
     """Return the M integers n_2, ..., n_M, n_l of Eq. 4: head tokens of chunks 2..M, then the local window.
 
-    They add up to M * n_avg, n_2..n_M never decrease, n_l >= n_M, and n_i never grows as M grows
-    (Proposition 1). Heads are rounded down; what rounding leaves over goes to n_l, the one number that
-    Proposition 1 leaves free. M = 2 makes Eq. 4 singular: n_2 = n_l = n_avg. M = 1 has no heads, n_l = n_avg:
-    nothing precedes the only chunk, its KV is exact wherever it comes from.
-
-    Raises ValueError that names the field, its value and what is allowed.
+    They add up to `budget` >= 1, which is M * n_avg in the paper and less under a cap; n_2..n_M never decrease,
+    n_l >= n_M, and for the same n_avg n_i never grows as M grows (Proposition 1). Heads are rounded down; what
+    rounding leaves over goes to n_l, the one number that Proposition 1 leaves free. M = 2 makes Eq. 4 singular:
+    n_2 = n_l = n_avg. M = 1 has no heads, n_l = n_avg: nothing precedes the only chunk, its KV is exact wherever it
+    comes from.
     """
-    if not _is_int(num_chunks) or num_chunks < 1:
-        raise ValueError(f"num_chunks is {num_chunks!r}; allowed: an integer of at least 1")
-    _check_budget(n_avg, ratio, mtaf)
-    return _allocate(num_chunks, num_chunks * n_avg, ratio, mtaf)
+    n_avg = budget / num_chunks
+    if num_chunks <= 2:
+        heads = [budget // num_chunks] * (num_chunks - 1)
+        return [*heads, budget - sum(heads)]
+    first = ratio * n_avg
+    f = MTAFS[mtaf](np.arange(2, num_chunks + 1, dtype=np.float64))
+    growth = (f - f[0]) / (f[-1] - f[0])  # from 0 at chunk 2 to 1 at chunk M
+    # n_i = n_2 + (n_l - n_2) * growth_i, put into sum(n_i) + n_l = budget and solved for n_l - n_2.
+    # The budget holds M shares of n_2 (M - 1 heads and the window) and, on top, the growth of each.
+    rise = (budget - num_chunks * first) / (growth.sum() + 1)
+    heads = [int(n) for n in np.floor(first + rise * growth + FLOOR_TOLERANCE)]
+    return [*heads, budget - sum(heads)]
 
 
 def register_strategy(name: str, strategy: Strategy) -> None:
@@ -161,7 +144,7 @@ def select_daric(chunks: Sequence[TokenRange], settings: SelectionSettings) -> l
     range, which may make it meet another head: hence the rounds.
     """
     budget = _token_budget(chunks, settings)
-    *head_sizes, window = _allocate(len(chunks), budget, settings.ratio, settings.mtaf)
+    *head_sizes, window = allocate_budget(len(chunks), budget, settings.ratio, settings.mtaf)
     num_tokens = chunks[-1][1]
     ranges = union(_heads(chunks, head_sizes), [(max(num_tokens - window, 0), num_tokens)])
     for _ in range(MAX_COMPENSATION_ROUNDS):
@@ -203,22 +186,6 @@ STRATEGIES: dict[str, Strategy] = {
 _OWN_STRATEGIES = frozenset(STRATEGIES)
 
 
-def _allocate(num_chunks: int, budget: int, ratio: float, mtaf: str) -> list[int]:
-    """Eq. 4 for any total `budget` >= 1 (M * n_avg in the paper, less under a cap)."""
-    n_avg = budget / num_chunks
-    if num_chunks <= 2:
-        heads = [budget // num_chunks] * (num_chunks - 1)
-        return [*heads, budget - sum(heads)]
-    first = ratio * n_avg
-    f = MTAFS[mtaf](np.arange(2, num_chunks + 1, dtype=np.float64))
-    growth = (f - f[0]) / (f[-1] - f[0])  # from 0 at chunk 2 to 1 at chunk M
-    # n_i = n_2 + (n_l - n_2) * growth_i, put into sum(n_i) + n_l = budget and solved for n_l - n_2.
-    # The budget holds M shares of n_2 (M - 1 heads and the window) and, on top, the growth of each.
-    rise = (budget - num_chunks * first) / (growth.sum() + 1)
-    heads = [int(n) for n in np.floor(first + rise * growth + FLOOR_TOLERANCE)]
-    return [*heads, budget - sum(heads)]
-
-
 def _heads(chunks: Sequence[TokenRange], sizes: Sequence[int]) -> list[TokenRange]:
     """The first sizes[k] tokens of chunk k + 2 (counting from 1), cut at the chunk's end."""
     return [(start, min(start + n, end)) for (start, end), n in zip(chunks[1:], sizes, strict=True)]
@@ -244,20 +211,3 @@ def _checked_chunks(chunk_bounds: Sequence[TokenRange]) -> list[TokenRange]:
     if position == 0:
         raise ValueError(f"chunk_bounds is {list(chunk_bounds)!r}; allowed: a prompt of at least 1 token")
     return [bounds for bounds in chunk_bounds if bounds[0] < bounds[1]]
-
-
-def _check_budget(n_avg: int, ratio: float, mtaf: str) -> None:
-    if not _is_int(n_avg) or n_avg < 1:
-        raise ValueError(f"n_avg is {n_avg!r}; allowed: an integer of at least 1")
-    if not isinstance(ratio, int | float) or not 0 < ratio < 1:
-        raise ValueError(f"ratio is {ratio!r}; allowed: 0 < ratio < 1")
-    _check_name("mtaf", mtaf, MTAFS)
-
-
-def _check_name(field: str, value: object, allowed: Mapping[str, object]) -> None:
-    if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"{field} is {value!r}; allowed: {', '.join(sorted(allowed))}")
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -18,7 +18,7 @@ from tests.tiny_models import make_tiny_adapter, make_tiny_model
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model("llama", tmp_path_factory.mktemp("fingerprint") / "llama")
+    return make_tiny_model("Llama", tmp_path_factory.mktemp("fingerprint") / "llama")
 
 
 def root_of(path: Path, **engine_args: Any) -> str:

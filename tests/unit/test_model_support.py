@@ -274,7 +274,7 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_tiny_model("llama", tmp_path_factory.mktemp("support") / "llama"))
+    return str(make_tiny_model("Llama", tmp_path_factory.mktemp("support") / "llama"))
 
 
 def real_config(model: str, **engine_args: Any) -> Any:
