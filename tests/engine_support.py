@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -120,3 +121,11 @@ def schedule_asynchronously(patch: pytest.MonkeyPatch) -> None:
         return vllm_config
 
     patch.setattr(AsyncEngineArgs, "create_engine_config", with_async_scheduling)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Return once the condition holds; fails after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.01)

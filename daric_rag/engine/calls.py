@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from daric_rag.config import DaricConfig
 from daric_rag.engine.event_loop import gather
+from daric_rag.engine.idle_warming import IdleWarming
 from daric_rag.engine.input_processor import InputProcessor, ProcessedPrompt, Prompt
 from daric_rag.engine.launch import launch
 from daric_rag.engine.metrics import RequestMetrics, Totals, over_ranks
@@ -55,6 +56,12 @@ class Calls:
         self._closed = False
         self._adapters: set[tuple[str, int, str]] = set()
         self._texts = ThreadPoolExecutor(1, thread_name_prefix="daric-texts")
+        self._idle_warming = IdleWarming(
+            lambda: not self._open.get_num_unfinished_requests(),
+            lambda chunk, namespace, adapter: self._warm_one(
+                chunk, self._config.override(namespace=namespace), adapter
+            ),
+        )
 
     async def start(self, model: str, engine_args: dict[str, Any]) -> AsyncLLM:
         """Start vLLM with its processes; raises what `launch` raises."""
@@ -242,7 +249,7 @@ class Calls:
         async for output in self._submit_to_vllm(*request, self._new_id(), adapter):
             if ttft is None:
                 ttft = time.perf_counter() - started
-            completions.update((item.index, _completion(item)) for item in output.outputs)
+            completions.update((item.index, Completion.of(item)) for item in output.outputs)
             final = output
         if final is None:
             raise DaricError("the engine returned no output for a request")
@@ -293,6 +300,8 @@ class Calls:
         async with contextlib.aclosing(outputs), self._errors():
             try:
                 async for output in outputs:
+                    if output.finished:
+                        self._idle_warming.after(prompt["prompt_token_ids"], sampling, lora_request, output)
                     yield output
             except Exception:
                 # vLLM keeps the record of a request that it could not send.
@@ -327,18 +336,6 @@ class Calls:
             if self._closed:
                 raise EngineClosedError("the engine was closed while a request was running") from None
             raise
-
-
-def _completion(item: Any) -> Completion:
-    return Completion(
-        index=item.index,
-        text=item.text,
-        token_ids=tuple(item.token_ids),
-        finish_reason=item.finish_reason,
-        stop_reason=item.stop_reason,
-        logprobs=item.logprobs,
-        cumulative_logprob=item.cumulative_logprob,
-    )
 
 
 def _batched(items: Iterable[T], size: int) -> Iterator[list[T]]:

@@ -22,6 +22,19 @@ class Completion:
     logprobs: Any = None
     cumulative_logprob: float | None = None
 
+    @classmethod
+    def of(cls, item: Any) -> Completion:
+        """Of a `vllm.outputs.CompletionOutput`."""
+        return cls(
+            index=item.index,
+            text=item.text,
+            token_ids=tuple(item.token_ids),
+            finish_reason=item.finish_reason,
+            stop_reason=item.stop_reason,
+            logprobs=item.logprobs,
+            cumulative_logprob=item.cumulative_logprob,
+        )
+
 
 @dataclass(frozen=True)
 class GenerationResult:

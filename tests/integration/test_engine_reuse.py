@@ -7,6 +7,7 @@ import json
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,7 @@ from tests.engine_support import (
     make_document,
     make_prompt,
     sampling,
+    wait_until,
 )
 
 pytestmark = pytest.mark.integration
@@ -76,7 +78,8 @@ def test_a_strategy_of_ones_own(engine: DaricEngine, monkeypatch: pytest.MonkeyP
     assert_adds_up(metrics)
     register_strategy("fails", lambda chunks, settings: 1 // 0)
     failed = engine.generate(prompt, sampling(4), selection="fails")
-    assert failed.metrics.recomputed_ranges == ((0, metrics.prompt_tokens),)
+    first_end = metrics.chunk_bounds[0][1]  # exact as it is, at position 0
+    assert failed.metrics.recomputed_ranges == ((first_end, metrics.prompt_tokens),)
     assert failed.text == engine.generate(prompt, sampling(4), selection="all").text
 
 
@@ -87,6 +90,22 @@ def test_new_document_beside_cached_ones_is_stored(engine: DaricEngine) -> None:
     assert first.generated_tokens > 0
     second = engine.generate(make_prompt([62, 61, 60]), sampling(1), ratio=0.22).metrics
     assert second.generated_tokens == 0
+
+
+def test_a_document_that_begins_like_another_is_stored_once_the_engine_is_idle(engine: DaricEngine) -> None:
+    head = make_document(68, sentences=8)
+    first, second = head + make_document(69), head + make_document(70)
+    options: dict[str, Any] = {"ratio": 0.27}  # a prefix cache of its own
+    engine.generate(ChunkedPrompt("Answer.", [first], "Where?"), sampling(1), **options)
+    before = idle_store(engine)["host_records"]
+    metrics = engine.generate(ChunkedPrompt("Answer.", [second], "Where?"), sampling(1), **options).metrics
+    # Its beginning is a prefix hit: the rest is computed in the context of the prompt.
+    assert metrics.engine_hit_tokens > 32 and metrics.generated_tokens == 0 and metrics.live_tokens > 64
+    wait_until(lambda: idle_store(engine)["host_records"] > before)
+    prompt = ChunkedPrompt("Answer.", [make_document(71), second], "Where?")
+    metrics = engine.generate(prompt, sampling(1), **options).metrics
+    assert metrics.loaded_tokens >= len(engine.processor.warm_chunk(second).token_ids)
+    assert_adds_up(metrics)
 
 
 def test_question_before_the_document(engine: DaricEngine) -> None:

@@ -20,6 +20,7 @@ from daric_rag.engine.scheduling.index import KVIndex, new_index, redis_link, re
 from daric_rag.engine.scheduling.index.redis import RedisIndex
 from daric_rag.engine.scheduling.index.redis_link import redact
 from daric_rag.errors import CacheUnavailableError, MissingExtraError
+from tests.engine_support import wait_until
 from tests.redis_server import RedisServer, free_port
 
 pytestmark = pytest.mark.integration
@@ -51,13 +52,6 @@ def copies(raw: "redis.Redis", chain: tuple[Segment, ...]) -> list[set[bytes]]:
 
 def name(key: SegmentKey) -> str:
     return f"daric:2:s:{key.hex()}"
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.01)
 
 
 @pytest.fixture(autouse=True)
