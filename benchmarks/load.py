@@ -62,6 +62,7 @@ def run(
     model: str, config: DaricConfig, questions: Sequence[Question], options: LoadOptions, redis: str | None
 ) -> Iterator[dict[str, Any]]:
     """Measure part after part; yields all figures so far after each."""
+    questions = [_distinct(number, question) for number, question in enumerate(questions)]
     result: dict[str, Any] = {"look_up_s": look_up(redis)}
     yield result
     with _engine(model, config) as engine:
@@ -80,6 +81,12 @@ def run(
             yield result
     result["slow_disk"] = slow_disk(model, config, questions, options)
     yield result
+
+
+def _distinct(number: int, question: Question) -> Question:
+    """The question over documents that are in no other: what is new must not have been stored by another."""
+    documents = tuple(f"Passage for question {number}. {document}" for document in question.documents)
+    return Question(f"{question.question} (question {number})", documents)
 
 
 @contextmanager
