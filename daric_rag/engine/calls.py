@@ -66,22 +66,23 @@ class Calls:
     async def start(self, model: str, engine_args: dict[str, Any]) -> AsyncLLM:
         """Start vLLM with its processes; raises what `launch` raises."""
         try:
-            self._llm = llm = launch(model, self._config, engine_args)
+            # No variable of this frame holds vLLM's object, see `launch`.
+            self._llm = launch(model, self._config, engine_args)
         except RuntimeError as error:
             raise DaricError(
                 f"vLLM did not start with {model!r}; its own messages say why: {error}"
             ) from error
-        model_config = llm.model_config
+        model_config = self._llm.model_config
         self.processor = InputProcessor(
-            llm.get_tokenizer(),
-            llm.vllm_config.cache_config.block_size,
+            self._llm.get_tokenizer(),
+            self._llm.vllm_config.cache_config.block_size,
             model_config.max_model_len,
             model_config.get_vocab_size(),
             self._config.padding,
         )
         if self._config.recognition:
             self.recognizer = Recognizer(max_bytes=self._config.recognition_bytes)
-        return llm
+        return self._llm
 
     async def generate(
         self, prompts: Any, params: Any, lora_request: Any, options: dict[str, Any]

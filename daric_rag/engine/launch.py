@@ -19,6 +19,8 @@ from daric_rag.engine.storage.opening import check_directory
 from daric_rag.models import resolve_model
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
 CONFIG_KEY = "daric_config"
@@ -50,7 +52,6 @@ def launch(model: str, config: DaricConfig, engine_args: dict[str, Any]) -> Asyn
     set_default_environment("WARNING" if quiet else "INFO")
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
-    from vllm.v1.engine.async_llm import AsyncLLM
 
     _check_engine_args(engine_args, {field.name for field in fields(AsyncEngineArgs)})
     arguments = {**_defaults(config), **_log_arguments(engine_args), "model": resolve_model(model)}
@@ -59,6 +60,14 @@ def launch(model: str, config: DaricConfig, engine_args: dict[str, Any]) -> Asyn
         vllm_config = chosen.create_engine_config(UsageContext.LLM_CLASS)
     check_supported(vllm_config)
     warn_bfloat16_amx(vllm_config.model_config.dtype, _device_type())
+    return _start(vllm_config, chosen, quiet=quiet)
+
+
+def _start(vllm_config: VllmConfig, chosen: AsyncEngineArgs, *, quiet: bool) -> AsyncLLM:
+    # Not in `launch`: Triton keeps the frames below which it was imported, with all that they hold.
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.async_llm import AsyncLLM
+
     llm = AsyncLLM.from_vllm_config(
         vllm_config,
         usage_context=UsageContext.LLM_CLASS,

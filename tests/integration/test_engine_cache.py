@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -66,6 +67,9 @@ def sharing(tiny_model: str, directory: Path, redis_server: RedisServer) -> Iter
     options = {"disk_path": str(directory), "index": redis_server.url}
     with open_engine(tiny_model, **options) as first:
         first.warm([make_document(seed) for seed in SEEDS], progress=False)
+        vllm = weakref.ref(first._llm)
+    # Else its destructor runs at the interpreter's exit, with half of vLLM gone, and writes a traceback.
+    assert vllm() is None
     with open_engine(tiny_model, **options) as second:
         yield second
 
