@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import select
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 
 import psutil
 
@@ -35,4 +36,29 @@ def in_fork(action: Callable[[], object]) -> str:
 
 def engine_processes() -> list[psutil.Process]:
     """The engine cores that this process has started and that run."""
-    return [child for child in psutil.Process().children() if "EngineCore" in " ".join(child.cmdline())]
+    return [child for child in psutil.Process().children() if runs(child) and is_engine_core(child)]
+
+
+def is_engine_core(process: psutil.Process) -> bool:
+    try:
+        return "EngineCore" in " ".join(process.cmdline())
+    except psutil.Error:
+        return False
+
+
+def runs(process: psutil.Process) -> bool:
+    """Whether a process is more than an entry that nobody has read yet."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def still_running(processes: Sequence[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """Those of `processes` that run after `seconds`, which are ended then; returns as soon as there are none."""
+    deadline = time.monotonic() + seconds
+    while (left := [process for process in processes if runs(process)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for process in left:
+        process.kill()
+    return left

@@ -22,7 +22,7 @@ from daric_rag import DaricConfig, DaricEngine
 from daric_rag.errors import EngineClosedError
 from tests.engine_support import make_document, make_prompt, sampling
 from tests.integration.engine_process import DOCUMENTS
-from tests.process_support import engine_processes, in_fork
+from tests.process_support import engine_processes, in_fork, still_running
 
 pytestmark = pytest.mark.integration
 
@@ -177,10 +177,7 @@ def test_an_engine_ends_with_its_process_and_loses_nothing(tiny_model: str, tmp_
         processes = [psutil.Process(pid) for pid in told["processes"]]
         end(server)
         server.wait(PATIENCE_S)
-        _, left = psutil.wait_procs(processes, GONE_WITHIN_S)
-        for process in left:
-            process.kill()
-        assert left == []
+        assert still_running(processes, GONE_WITHIN_S) == []
         assert (told["documents"], told["stored_before"]) == (len(DOCUMENTS), stored_before)
         stored_before = len(DOCUMENTS)
 

@@ -9,13 +9,12 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-import psutil
 import pytest
 
 from daric_rag import DaricConfig, DaricEngine
 from daric_rag.engine.launch import _log_arguments
 from tests.engine_support import make_prompt, sampling
-from tests.process_support import engine_processes
+from tests.process_support import engine_processes, still_running
 
 pytestmark = pytest.mark.integration
 
@@ -82,7 +81,7 @@ def test_traces_and_statistics_as_in_vllm(
     assert len(processes) == 1
     del engine
     gc.collect()
-    assert psutil.wait_procs(processes, timeout=20)[1] == []
+    assert still_running(processes, 20) == []
 
 
 def test_statistics_are_off_unless_asked_for() -> None:

@@ -9,6 +9,8 @@ import sys
 import psutil
 import pytest
 
+from tests.process_support import still_running
+
 GONE_WITHIN_S = 5.0
 
 PARENT = """
@@ -56,7 +58,7 @@ def test_a_child_ends_with_its_parent_only(how: str, kill: signal.Signals) -> No
     others = [other for other in psutil.Process(parent.pid).children() if other != child]
     parent.send_signal(kill)
     parent.wait()
-    _, left = psutil.wait_procs([child], GONE_WITHIN_S)
-    for process in (*left, *others):
-        process.kill()
+    left = still_running([child], GONE_WITHIN_S)
+    for other in others:
+        other.kill()
     assert left == []
