@@ -119,13 +119,18 @@ class StepWork:
     def _sort(self, wanted: Sequence[tuple[StepPlan, ChunkWork]]) -> None:
         """Decide, chunk by chunk, between load, generation and full context, for all ranks alike."""
         # All reads are under way before the first is waited for.
-        found = self._agreed(self._worth_loading([self._acquire(plan, chunk) for plan, chunk in wanted]))
+        found = self._agreed([self._acquire(plan, chunk) for plan, chunk in wanted])
+        for one in found:
+            self._count_failed(one, one.chunk.num_cached - one.first_segment)
+        found = self._agreed(self._worth_loading(found))
         # A warm request writes nothing, so nothing else would notice a damaged record; and a generation pass
         # needs its beginning before it starts.
-        found = self._agreed(
+        verified = self._agreed(
             [self._verified(one) if one.plan.warm or not one.is_whole else one for one in found]
         )
-        for loaded in found:
+        for before, one in zip(found, verified, strict=True):
+            self._count_failed(one, len(before.handles))
+        for loaded in verified:
             self._sort_chunk(loaded)
 
     def _acquire(self, plan: StepPlan, chunk: ChunkWork) -> LoadedChunk:
@@ -149,8 +154,6 @@ class StepWork:
                 self.store.release(handle)
                 break
             handles.append(handle)
-        failed = max(0, chunk.num_cached - first - len(handles))
-        self.reports[plan.request_id].failed_segments += failed
         return LoadedChunk(plan, chunk, first, tuple(handles))
 
     def _worth_loading(self, found: Sequence[LoadedChunk]) -> list[LoadedChunk]:
@@ -180,9 +183,12 @@ class StepWork:
         """Wait for the chunk's bytes; from the first damaged segment on its pins are given back."""
         for number, handle in enumerate(loaded.handles):
             if not all(handle.wait(layer, self.deadline) for layer in range(self.num_layers)):
-                self.reports[loaded.plan.request_id].failed_segments += len(loaded.handles) - number
                 return self._keep(loaded, number)
         return loaded
+
+    def _count_failed(self, loaded: LoadedChunk, num_promised: int) -> None:
+        failed = max(0, num_promised - len(loaded.handles))
+        self.reports[loaded.plan.request_id].failed_segments += failed
 
     def _agreed(self, found: Sequence[LoadedChunk]) -> list[LoadedChunk]:
         """Keep of every chunk the segments that all ranks have."""
