@@ -74,7 +74,7 @@ def run(
         result["shared_document"] = shared_document(engine, questions[0])
         yield result
     with tempfile.TemporaryDirectory() as path:
-        tiny = str(make_tiny_model("", Path(path)))
+        tiny = str(make_tiny_model("Llama", Path(path)))
         with _engine(tiny, DaricConfig(host_bytes=1 << 30, kv_pool_bytes=64 << 20)) as engine:
             _warm_up(engine)
             result["warming"] = warming(engine, questions, options.warmed_documents)
