@@ -6,7 +6,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +130,7 @@ def passes(work: StepWork) -> list[object]:
             done.append([(loaded.plan.request_id, loaded.chunk.start) for loaded in work.loads])
             if not work.give_up([loaded for loaded in work.loads if not has_arrived(loaded)]):
                 break
-    # Each rank counts for itself what it lacked; the scheduler's side takes the most.
-    done.append({one: replace(report, failed_segments=0) for one, report in work.reports.items()})
+    done.append(work.reports)
     return done
 
 

@@ -57,8 +57,7 @@ class DaricMetadata(KVConnectorMetadata):
 class DaricWorkerMetadata(KVConnectorWorkerMetadata):
     """Workers to scheduler, every step: what became of requests' tokens, and by rank what its store lacked and did.
 
-    The reports tell what all ranks did together; their seconds are those of the first, and what failed is the most
-    that failed on any of them.
+    The reports tell what all ranks did together; their seconds are those of the first.
     """
 
     missing: dict[int, list[SegmentKey]]
@@ -68,10 +67,9 @@ class DaricWorkerMetadata(KVConnectorWorkerMetadata):
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """What all ranks tell."""
         assert isinstance(other, DaricWorkerMetadata)
-        for request_id, report in other.reports.items():
-            first = self.reports.setdefault(request_id, report)
-            first.failed_segments = max(first.failed_segments, report.failed_segments)
-        return DaricWorkerMetadata(self.missing | other.missing, self.events | other.events, self.reports)
+        return DaricWorkerMetadata(
+            self.missing | other.missing, self.events | other.events, other.reports | self.reports
+        )
 
 
 class DaricConnector(KVConnectorBase_V1):
