@@ -26,6 +26,7 @@ from tests.engine_support import (
     make_document,
     make_prompt,
     sampling,
+    wait_until,
 )
 from tests.redis_server import RedisServer
 
@@ -259,7 +260,7 @@ def killed(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Killed:
         next(chunks)
         warming = pool.submit(engine.warm, KILLED_DOCUMENTS, progress=False)
         deadline = time.monotonic() + 60
-        while len(list(path.rglob("*.kv"))) < 12 and time.monotonic() < deadline:
+        while len(list(path.rglob("*.kv"))) < 4 and time.monotonic() < deadline:
             time.sleep(0.01)
         for process in _processes(engine):
             process.kill()
@@ -317,7 +318,8 @@ def test_what_was_written_before_the_kill_hits(narrow: DaricEngine, killed: Kill
     prompt = make_prompt((1,))
     exact = narrow.generate(prompt, sampling(), selection="all")
     assert_same_answer(narrow.generate(prompt, sampling(), reuse=False), exact)
-    assert not [file for file in killed.directory.rglob("*.tmp*")]
+    # Those of the killed engine; this one's own are there only while it writes.
+    wait_until(lambda: not list(killed.directory.rglob("*.tmp*")))
 
 
 def test_eviction_and_aborts_leave_no_pins_and_no_growth(narrow: DaricEngine) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import pytest
 
 from daric_rag.engine.storage import disk as disk_module
 from daric_rag.engine.storage import probe_record, record_path, stored_keys, write_behind
-from daric_rag.engine.storage.directory import check_header
+from daric_rag.engine.storage.directory import check_header, process_is_running, process_start_time
 from daric_rag.engine.storage.disk import DiskRecord
 from daric_rag.engine.storage.host import HostRecord
 from daric_rag.engine.storage.loader import Load
@@ -274,3 +276,13 @@ def _eventually(condition: object, attempts: int = 400) -> bool:
             return True
         pause.wait(0.025)
     return False
+
+
+def test_a_process_of_which_only_the_status_is_left_is_not_running() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    start = process_start_time(process.pid)
+    assert process_is_running(process.pid, start)
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # its status stays to be read
+    assert not process_is_running(process.pid, start)
+    process.wait()

@@ -171,10 +171,11 @@ def _temporary_path(path: str, root: bytes, rank: int) -> str:
 
 
 def process_start_time(pid: int) -> int:
-    """Start of a process in clock ticks since boot; 0 if there is no such process or no /proc."""
+    """Start of a process in clock ticks since boot; 0 if there is none, or only its status is left, or no /proc."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            return int(file.read().rsplit(b")", 1)[1].split()[19])
+            state, *values = file.read().rsplit(b")", 1)[1].split()
+            return 0 if state in (b"Z", b"X") else int(values[18])
     except (OSError, IndexError, ValueError):
         return 0
 
