@@ -25,6 +25,7 @@ from tests.engine_support import (
     make_document,
     sampling,
     schedule_asynchronously,
+    wait_until,
 )
 from tests.worker_probe import EXTENSION, ask_worker
 
@@ -125,14 +126,16 @@ class Served:
 
     def assert_idle(self) -> None:
         """Nothing is pinned, unfinished or remembered once no request runs."""
-        deadline = time.monotonic() + 20
-        while self.engine.stats()["unfinished_requests"] and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert self.engine.stats()["unfinished_requests"] == 0
+        # What is stored only once the engine is idle is a request too, and may begin between two questions.
+        wait_until(self._is_idle)
+
+    def _is_idle(self) -> bool:
+        if self.engine.stats()["unfinished_requests"]:
+            return False
         # Aborted requests leave the scheduler with the next step.
         self.engine.generate("step", sampling(2))
         idle_store(self.engine)
-        assert self.counts()["tracked_requests"] == 0
+        return bool(self.counts()["tracked_requests"] == 0)
 
     def counts(self) -> dict[str, Any]:
         values: dict[str, Any] = ask_worker(self.engine, "probe_counts")
