@@ -48,7 +48,6 @@ class DaricMetadata(KVConnectorMetadata):
     """Scheduler to worker, every step: the reuse plans of requests that are in their prefill, in order."""
 
     plans: tuple[StepPlan, ...] = ()
-    preempted: frozenset[str] = frozenset()
     num_tracked: int = 0
     """Requests with reuse that the scheduler's side follows; told to the worker so that `daric_stats` can tell it."""
 
@@ -155,8 +154,7 @@ class DaricConnector(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Plan this step for every request that is in its prefill with reuse."""
-        preempted = frozenset(scheduler_output.preempted_req_ids or ())
-        for request_id in preempted:
+        for request_id in scheduler_output.preempted_req_ids or ():
             self._forget_blocks(self._scheduler.preempted(request_id))
         self._scheduler.next_step()
         state = scheduler_output.kv_connector_block_state
@@ -169,7 +167,7 @@ class DaricConnector(KVConnectorBase_V1):
         plans = self._scheduler.plan(_scheduled(scheduler_output), block_table)
         for plan in plans:
             self._approximate.allocated(plan.request_id, plan.block_ids)
-        return DaricMetadata(plans, preempted, self._scheduler.num_tracked)
+        return DaricMetadata(plans, self._scheduler.num_tracked)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Bring the index up to date."""
