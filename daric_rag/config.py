@@ -14,7 +14,7 @@ DEFAULT_DELIMITER = "<|daric|>"
 
 # The options that a single call may override; the others belong to the engine as a whole.
 PER_CALL_OPTIONS = frozenset(
-    {"reuse", "selection", "n_avg", "ratio", "mtaf", "max_fraction", "cache_query", "namespace"}
+    {"reuse", "selection", "n_avg", "ratio", "mtaf", "max_fraction", "cache_query", "namespace", "profile"}
 )
 
 GIB = 1 << 30
@@ -52,6 +52,13 @@ class DaricConfig(BaseModel):
     cache_query: bool = Field(
         default=False,
         description="Cache the last chunk too, as the paper does, instead of computing it in full context.",
+    )
+
+    profile: str = Field(
+        default="none",
+        min_length=1,
+        description="Correction of stored KV: auto (the model's own profile, made at its first start), none, or the "
+        "path of a profile's JSON file.",
     )
 
     delimiter: str = Field(
@@ -124,6 +131,11 @@ class DaricConfig(BaseModel):
         reject_unknown(options, PER_CALL_OPTIONS, "a call")
         if not options:
             return self
+        if options.get("profile", self.profile) not in (self.profile, "none"):
+            raise ValueError(
+                f"profile={options['profile']!r}: an engine has one profile; a call may choose 'none' or the "
+                f"engine's own {self.profile!r}"
+            )
         return DaricConfig(**{**self.model_dump(), **options})
 
 

@@ -123,11 +123,16 @@ def verify_model(path: str | os.PathLike[str]) -> tuple[str, ...]:
 
 
 def models_directory() -> Path:
-    """Return the directory of prepared models: `$XDG_CACHE_HOME/daric_rag/models`, else under `~/.cache`."""
+    """Return the directory of prepared models in the user's cache."""
+    return cache_directory() / "models"
+
+
+def cache_directory() -> Path:
+    """Return the directory of what can be made again: `$XDG_CACHE_HOME/daric_rag`, else under `~/.cache`."""
     configured = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification says that a relative path is to be ignored.
     base = Path(configured) if os.path.isabs(configured) else Path.home() / ".cache"
-    return base / "daric_rag" / "models"
+    return base / "daric_rag"
 
 
 def _reject_misspelling(name: str) -> None:
@@ -162,7 +167,7 @@ def _prepared_directory(model: EmbeddedModel, show: bool) -> Path:
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(target.with_name(f".{target.name}.lock")):
+        with locked(target.with_name(f".{target.name}.lock")):
             # Another process may have prepared it while this one waited.
             if not _sizes_match(target):
                 _prepare(model, source, version, target, show)
@@ -173,7 +178,7 @@ def _prepared_directory(model: EmbeddedModel, show: bool) -> Path:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock between processes and threads; the kernel frees it when its holder dies."""
     with path.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

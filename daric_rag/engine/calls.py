@@ -16,12 +16,22 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from daric_rag.config import DaricConfig
+from daric_rag.engine.active_profile import ActiveProfile
+from daric_rag.engine.calibrating import Calibrator
 from daric_rag.engine.event_loop import gather
+from daric_rag.engine.fingerprint import root_fields
 from daric_rag.engine.idle_warming import IdleWarming
 from daric_rag.engine.input_processor import InputProcessor, ProcessedPrompt, Prompt
 from daric_rag.engine.launch import launch
 from daric_rag.engine.metrics import RequestMetrics, Totals, over_ranks
-from daric_rag.engine.requests import build_request, checked_adapter, is_one_prompt, warm_request
+from daric_rag.engine.profile import Profile, model_key
+from daric_rag.engine.requests import (
+    build_request,
+    calibration_request,
+    checked_adapter,
+    is_one_prompt,
+    warm_request,
+)
 from daric_rag.engine.result import Completion, GenerationResult, StreamChunk, WarmResult, build_metrics
 from daric_rag.errors import DaricError, EngineClosedError
 from daric_rag.progress import progress_bar
@@ -45,6 +55,7 @@ class Calls:
     """The coroutines behind the engine's methods, `start` before all others, and all in one event loop."""
 
     processor: InputProcessor
+    active_profile: ActiveProfile
     recognizer: Recognizer | None = None
 
     def __init__(self, config: DaricConfig) -> None:
@@ -82,7 +93,28 @@ class Calls:
         )
         if self._config.recognition:
             self.recognizer = Recognizer(max_bytes=self._config.recognition_bytes)
+        await self._open_profile(model)
         return self._llm
+
+    async def _open_profile(self, model: str) -> None:
+        llm = self._open
+        scheduler = llm.vllm_config.scheduler_config
+        calibrator = Calibrator(
+            self.processor,
+            self._config,
+            self._calibrate_one,
+            llm.collective_rpc,
+            min(scheduler.max_num_batched_tokens, llm.model_config.max_model_len),
+        )
+        key = model_key(root_fields(llm.vllm_config, self._config))
+        self.active_profile = ActiveProfile(calibrator, self._config, model, key)
+        await self.active_profile.open()
+
+    async def calibrate(self, documents: Sequence[Content], progress: bool | None) -> Profile:
+        """Make the model's profile of documents and take it up."""
+        documents = items_of("documents", documents, "a sequence of documents")
+        async with self._errors():
+            return await self.active_profile.calibrate(documents, progress)
 
     async def generate(
         self, prompts: Any, params: Any, lora_request: Any, options: dict[str, Any]
@@ -91,9 +123,10 @@ class Calls:
         started = time.perf_counter()
         config = self._config.override(**options)
         adapter = await self._adapter(lora_request)
+        profile = self.active_profile.digest(config, adapter)
         if is_one_prompt(prompts):
             processed = await self._process(prompts, config)
-            request = build_request(processed, params, config, stream=False)
+            request = build_request(processed, params, config, stream=False, profile=profile)
             return await self._answer(processed, request, adapter, started)
         many = list(prompts)
         each = list(params) if isinstance(params, list | tuple) else [params] * len(many)
@@ -102,7 +135,7 @@ class Calls:
         # All prompts and parameters are checked before any request is scheduled.
         processed_prompts = [await self._process(prompt, config) for prompt in many]
         requests = [
-            build_request(processed, one, config, stream=False)
+            build_request(processed, one, config, stream=False, profile=profile)
             for processed, one in zip(processed_prompts, each, strict=True)
         ]
         answers = [
@@ -119,7 +152,8 @@ class Calls:
         config = self._config.override(**options)
         adapter = await self._adapter(lora_request)
         processed = await self._process(prompt, config)
-        request = build_request(processed, params, config, stream=True)
+        profile = self.active_profile.digest(config, adapter)
+        request = build_request(processed, params, config, stream=True, profile=profile)
         ttft = None
         count = 0
         async for output in self._submit_to_vllm(*request, self._new_id(), adapter):
@@ -261,13 +295,24 @@ class Calls:
 
     async def _warm_one(self, chunk: ProcessedPrompt, config: DaricConfig, adapter: Any) -> RequestMetrics:
         request_id = self._new_id()
-        prompt, sampling = warm_request(chunk, config, request_id)
+        profile = self.active_profile.digest(config, adapter)
+        request = warm_request(chunk, config, request_id, profile)
+        final = await self._last_output(*request, request_id, adapter)
+        return build_metrics(chunk, final.kv_transfer_params, 0, 0.0, 0)
+
+    async def _calibrate_one(self, group: ProcessedPrompt, part: int) -> None:
+        request_id = self._new_id()
+        await self._last_output(*calibration_request(group, part, request_id), request_id)
+
+    async def _last_output(
+        self, prompt: Any, sampling: SamplingParams, request_id: str, adapter: Any = None
+    ) -> RequestOutput:
         final = None
         async for output in self._submit_to_vllm(prompt, sampling, request_id, adapter):
             final = output
         if final is None:
-            raise DaricError("the engine returned no output for a document to warm")
-        return build_metrics(chunk, final.kv_transfer_params, 0, 0.0, 0)
+            raise DaricError("the engine returned no output for a request without an answer")
+        return final
 
     async def _adapter(self, lora_request: Any) -> Any:
         """The checked adapter of a call, loaded before its first request.

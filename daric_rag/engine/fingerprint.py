@@ -11,7 +11,7 @@ from daric_rag.config import DaricConfig
 from daric_rag.engine.keys import model_fingerprint
 
 # Raised whenever the meaning of stored bytes changes.
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 
 # Where a checkpoint lies and which library read it, not what it is.
 _UNRELATED_CONFIG = frozenset({"_name_or_path", "transformers_version"})
@@ -24,7 +24,7 @@ def storage_dtype(vllm_config: Any, config: DaricConfig) -> str:
 
 
 def root_fields(vllm_config: Any, config: DaricConfig) -> dict[str, Any]:
-    """The fields of the root key that all requests of an engine share; namespace and adapter come on top.
+    """The fields of the root key that all requests of an engine share; namespace, adapter and profile come on top.
 
     The model's configuration is in it as a whole, with the caller's `hf_overrides`: rotary embedding, soft caps,
     multipliers, number of layers and what the next architecture brings.
@@ -50,8 +50,6 @@ def root_fields(vllm_config: Any, config: DaricConfig) -> dict[str, Any]:
         "kv_dtype": str(vllm_config.cache_config.cache_dtype),
         "storage_dtype": storage_dtype(vllm_config, config),
         "tensor_parallel_size": vllm_config.parallel_config.tensor_parallel_size,
-        # KV of a chunk depends on what it was generated behind: nothing, today.
-        "generated_behind": None,
     }
 
 

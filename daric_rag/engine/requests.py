@@ -31,10 +31,16 @@ def is_one_prompt(prompts: Any) -> bool:
 
 
 def build_request(
-    processed: ProcessedPrompt, params: SamplingParams | None, config: DaricConfig, *, stream: bool
+    processed: ProcessedPrompt,
+    params: SamplingParams | None,
+    config: DaricConfig,
+    *,
+    stream: bool,
+    profile: str = "",
 ) -> tuple[Any, SamplingParams]:
     """The prompt and sampling parameters for `AsyncLLM.generate`; the caller's parameters stay as they are.
 
+    `profile`: digest of the profile whose correction the documents' KV gets, "" for none.
     Reuse and exact requests never share vLLM's prefix cache: the former carry a salt made of their settings.
     Raises `ValueError` for parameters that the engine's process could not read.
     """
@@ -48,9 +54,9 @@ def build_request(
     salt = f"namespace:{config.namespace}" if config.namespace else ""
     # With prompt_logprobs every token's logits are wanted, so every token is computed: plain vLLM.
     if config.reuse and processed.bounds and sampling.prompt_logprobs is None:
-        layout = _layout(processed, config)
+        layout = _layout(processed, config, profile)
         sampling.extra_args = {**(sampling.extra_args or {}), EXTRA_ARGS_KEY: layout.to_extra_args()}
-        salt = reuse_salt(config)
+        salt = reuse_salt(config, profile)
     if salt:
         prompt["cache_salt"] = salt
     return prompt, sampling
@@ -92,21 +98,43 @@ def _plain(value: Any) -> Any:
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
-def warm_request(chunk: ProcessedPrompt, config: DaricConfig, request_id: str) -> tuple[Any, SamplingParams]:
+def warm_request(
+    chunk: ProcessedPrompt, config: DaricConfig, request_id: str, profile: str = ""
+) -> tuple[Any, SamplingParams]:
     """A request whose only purpose is that its chunk is stored; alone in its prefix-cache world."""
+    nothing = SelectionSettings(strategy="none")
+    fields = {"namespace": config.namespace, "profile": profile, "warm": True}
+    layout = ChunkLayout.select(chunk.bounds, chunk.live, nothing, **fields)
+    return _request_without_answer(chunk, layout, f"warm:{request_id}")
+
+
+def calibration_request(group: ProcessedPrompt, part: int, request_id: str) -> tuple[Any, SamplingParams]:
+    """A request that computes its documents alone and in context, for the worker's `Calibration` to see."""
+    layout = ChunkLayout.select(
+        group.bounds,
+        group.live,
+        SelectionSettings(strategy="all"),
+        namespace=f"calibration:{request_id}",
+        calibration=part,
+    )
+    return _request_without_answer(group, layout, f"calibration:{request_id}")
+
+
+def _request_without_answer(
+    processed: ProcessedPrompt, layout: ChunkLayout, salt: str
+) -> tuple[Any, SamplingParams]:
+    """`salt`: a prefix-cache world that nobody else is in."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
     from vllm.sampling_params import RequestOutputKind
 
-    nothing = SelectionSettings(strategy="none")
-    layout = ChunkLayout.select(chunk.bounds, chunk.live, nothing, namespace=config.namespace, warm=True)
     sampling = SamplingParams(temperature=0.0, max_tokens=1, output_kind=RequestOutputKind.FINAL_ONLY)
     sampling.detokenize = False
     sampling.extra_args = {EXTRA_ARGS_KEY: layout.to_extra_args()}
-    return TokensPrompt(prompt_token_ids=chunk.token_ids, cache_salt=f"warm:{request_id}"), sampling
+    return TokensPrompt(prompt_token_ids=processed.token_ids, cache_salt=salt), sampling
 
 
-def reuse_salt(config: DaricConfig) -> str:
+def reuse_salt(config: DaricConfig, profile: str = "") -> str:
     """Equal for requests whose approximate KV may stand for each other's."""
     settings = [
         config.selection,
@@ -116,15 +144,17 @@ def reuse_salt(config: DaricConfig) -> str:
         config.max_fraction,
         config.cache_query,
         config.namespace,
+        profile,
     ]
     return "daric:" + hashlib.blake2b(json.dumps(settings).encode(), digest_size=16).hexdigest()
 
 
-def _layout(processed: ProcessedPrompt, config: DaricConfig) -> ChunkLayout:
+def _layout(processed: ProcessedPrompt, config: DaricConfig, profile: str) -> ChunkLayout:
     selection = SelectionSettings(
         config.selection, config.n_avg, config.ratio, config.mtaf, config.max_fraction
     )
-    return ChunkLayout.select(processed.bounds, processed.live, selection, namespace=config.namespace)
+    fields = {"namespace": config.namespace, "profile": profile}
+    return ChunkLayout.select(processed.bounds, processed.live, selection, **fields)
 
 
 def _default_params() -> SamplingParams:

@@ -41,7 +41,7 @@ LAYOUTS = st.builds(
 
 
 def make_plan(layout: ChunkLayout, hit_depths: list[int]) -> RequestPlan:
-    plan = RequestPlan.make("r", layout, range(layout.bounds[-1][1]), ROOT)
+    plan = RequestPlan.make("r", layout, range(layout.bounds[-1][1]), lambda profile: ROOT)
     depths = [min(depth, len(chain)) for depth, chain in zip(hit_depths, plan.chains(), strict=False)]
     plan.set_cached(depths)
     return plan
@@ -95,10 +95,10 @@ def test_first_chunk_is_never_recomputed_unless_all() -> None:
 def test_generated_tokens_of_a_resumed_request_are_live() -> None:
     layout = make_layout([1, 2, 1], [False] * 3)
     end = layout.bounds[-1][1]
-    plan = RequestPlan.make("r", layout, range(end + 7), ROOT)
+    plan = RequestPlan.make("r", layout, range(end + 7), lambda profile: ROOT)
     assert plan.chunks[-1].end == end + 7 and plan.chunks[-1].live
     cached_query = ChunkLayout(layout.bounds, (False,) * 3, layout.recompute)
-    plan = RequestPlan.make("r", cached_query, range(end + 7), ROOT)
+    plan = RequestPlan.make("r", cached_query, range(end + 7), lambda profile: ROOT)
     assert [(chunk.start, chunk.end, chunk.live) for chunk in plan.chunks][-1] == (end, end + 7, True)
 
 
@@ -140,14 +140,14 @@ def scheduler() -> SchedulerSide:
 
 
 def look_up(side: SchedulerSide, name: str, layout: ChunkLayout, prefix: int = 0) -> int:
-    return side.num_external_tokens(name, layout, range(layout.bounds[-1][1]), prefix, ROOT)
+    return side.num_external_tokens(name, layout, range(layout.bounds[-1][1]), prefix, lambda profile: ROOT)
 
 
 def test_scheduler_side_reports_what_the_index_holds() -> None:
     side = scheduler()
     layout = make_layout([2, 10, 1], [False] * 3)
     assert look_up(side, "a", layout) == 0
-    plan = RequestPlan.make("x", layout, range(layout.bounds[-1][1]), ROOT)
+    plan = RequestPlan.make("x", layout, range(layout.bounds[-1][1]), lambda profile: ROOT)
     segments = [segment for chunk in plan.chunks for segment in chunk.segments]
     events = [StoreEvent("added", segment.key, Tier.HOST) for segment in segments]
     side.apply([], events[:2])
@@ -269,7 +269,9 @@ def test_a_waiting_request_is_hashed_once_and_looked_up_when_the_index_changed()
     for _ in range(3):
         assert look_up(side, "r", LAYOUT) == 0
     assert index.lookups == 1
-    segment = RequestPlan.make("x", LAYOUT, range(LAYOUT.bounds[-1][1]), ROOT).chunks[0].segments[0]
+    segment = (
+        RequestPlan.make("x", LAYOUT, range(LAYOUT.bounds[-1][1]), lambda profile: ROOT).chunks[0].segments[0]
+    )
     side.apply([], [StoreEvent("added", segment.key, Tier.HOST)])
     assert look_up(side, "r", LAYOUT) == BLOCK
     assert index.lookups == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -83,7 +84,7 @@ class DaricConnector(KVConnectorBase_V1):
         self._config = DaricConfig(**extra[CONFIG_KEY])
         self._block_size = vllm_config.cache_config.block_size
         self._fields = root_fields(vllm_config, self._config)
-        self._roots: dict[tuple[str, str], bytes] = {}
+        self._roots: dict[tuple[str, str, str], bytes] = {}
         self._adapters: dict[tuple[str, str], str] = {}
         self._pool: BlockPool | None = None
         self._layouts: dict[str, ChunkLayout | None] = {}
@@ -93,11 +94,11 @@ class DaricConnector(KVConnectorBase_V1):
         self.worker_side: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
             num_ranks = vllm_config.parallel_config.tensor_parallel_size
-            index = open_index(self._config, self._root("", ""), num_ranks)
+            index = open_index(self._config, self._root("", "", ""), num_ranks)
             self.scheduler_side = SchedulerSide(index, self._block_size)
             self._copies = RankCopies(vllm_config.parallel_config.tensor_parallel_size)
         else:
-            self.worker_side = WorkerSide(vllm_config, self._config, self._root("", ""))
+            self.worker_side = WorkerSide(vllm_config, self._config, self._root("", "", ""))
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -109,11 +110,12 @@ class DaricConnector(KVConnectorBase_V1):
         """The layer-wise hooks do not run inside full CUDA graphs."""
         return True
 
-    def _root(self, namespace: str, adapter: str) -> bytes:
-        if (namespace, adapter) not in self._roots:
-            fields = {**self._fields, "namespace": namespace, "adapter": adapter}
-            self._roots[namespace, adapter] = root_key(fields)
-        return self._roots[namespace, adapter]
+    def _root(self, namespace: str, adapter: str, profile: str) -> bytes:
+        name = (namespace, adapter, profile)
+        if name not in self._roots:
+            fields = {**self._fields, "namespace": namespace, "adapter": adapter, "profile": profile}
+            self._roots[name] = root_key(fields)
+        return self._roots[name]
 
     # ---- scheduler side ----
 
@@ -141,9 +143,12 @@ class DaricConnector(KVConnectorBase_V1):
             # Without them in the prefix cache, vLLM finds a shorter hit when it asks again in the next step.
             self._forget_blocks(misleading)
             return None, False
-        root = self._root(layout.namespace, self._adapter(request))
         external = self._scheduler.num_external_tokens(
-            request.request_id, layout, request.all_token_ids, num_computed_tokens, root
+            request.request_id,
+            layout,
+            request.all_token_ids,
+            num_computed_tokens,
+            functools.partial(self._root, layout.namespace, self._adapter(request)),
         )
         return external, False
 

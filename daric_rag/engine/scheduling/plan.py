@@ -10,7 +10,7 @@ ranges are thus always recomputed before later ones, which gives the same KV as 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,8 @@ class ChunkLayout:
     `bounds`: contiguous `[start, end)` token ranges from 0 to the prompt's end; every chunk but the last ends
     on a block boundary. `live`: per chunk, whether it is computed in full context and never cached. `recompute`:
     the recomputation index set I, chosen in the client's process. `warm`: only the chunks' KV is wanted, no answer.
+    `profile`: digest of the profile whose correction the chunks' KV gets, "" for none. `calibration`: number of the
+    held-out part that the request's chunks are measured for (`worker.calibration`); nothing of them is stored.
     """
 
     bounds: tuple[TokenRange, ...]
@@ -36,6 +38,8 @@ class ChunkLayout:
     recompute: tuple[TokenRange, ...]
     namespace: str = ""
     warm: bool = False
+    profile: str = ""
+    calibration: int | None = None
 
     @classmethod
     def select(
@@ -56,6 +60,8 @@ class ChunkLayout:
             "recompute": [list(chosen) for chosen in self.recompute],
             "namespace": self.namespace,
             "warm": self.warm,
+            "profile": self.profile,
+            "calibration": self.calibration,
         }
 
     @classmethod
@@ -66,6 +72,8 @@ class ChunkLayout:
             live = tuple(bool(flag) for flag in values["live"])
             recompute = tuple((int(start), int(end)) for start, end in values["recompute"])
             namespace, warm = str(values["namespace"]), bool(values["warm"])
+            profile, part = str(values["profile"]), values["calibration"]
+            calibration = None if part is None else int(part)
         except (KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"malformed chunk layout: {error!r}") from None
         _check_bounds(bounds, len(live), num_tokens, block_size)
@@ -73,7 +81,14 @@ class ChunkLayout:
             raise ValueError(
                 f"recomputed ranges {recompute} are not inside the prompt of {num_tokens} tokens"
             )
-        return cls(bounds, live, recompute, namespace, warm)
+        return cls(bounds, live, recompute, namespace, warm, profile, calibration)
+
+    def profile_of(self, start: int) -> str:
+        """The profile of a chunk at token `start`. At position 0 of a prompt a chunk's own KV is exact.
+
+        A document that is warmed stands at position 0 of a request of its own, but will stand elsewhere.
+        """
+        return self.profile if start > 0 or self.warm else ""
 
 
 @dataclass(frozen=True)
@@ -81,7 +96,8 @@ class ChunkWork:
     """One cached chunk that a step completes: load its first `num_cached` segments, generate the rest.
 
     `start`, `end`: absolute token positions. `write_from`: first position that may be written; what lies
-    before belongs to blocks that the engine's prefix cache holds already.
+    before belongs to blocks that the engine's prefix cache holds already. `profile`: digest of the profile that
+    corrects what is generated, "" for none.
     """
 
     start: int
@@ -89,6 +105,7 @@ class ChunkWork:
     write_from: int
     segments: tuple[Segment, ...]
     num_cached: int
+    profile: str = ""
 
 
 @dataclass(frozen=True)
@@ -111,6 +128,7 @@ class StepPlan:
     warm: bool = False
     attempt: int = 0
     """How often the request was preempted before this step."""
+    calibration: int | None = None
     num_prompt_tokens: int | None = None
     """Length of the prompt in `token_ids`; what follows was generated before a preemption. None: all of it."""
 
@@ -144,11 +162,21 @@ class RequestPlan:
     done: int = 0
 
     @classmethod
-    def make(cls, request_id: str, layout: ChunkLayout, token_ids: Sequence[int], root: bytes) -> RequestPlan:
-        """Cut the chunks into segments; look-up results are filled in by `set_cached`."""
+    def make(
+        cls, request_id: str, layout: ChunkLayout, token_ids: Sequence[int], root: Callable[[str], bytes]
+    ) -> RequestPlan:
+        """Cut the chunks into segments; look-up results are filled in by `set_cached`.
+
+        `root`: the root key of chunks with a profile.
+        """
         tokens = tuple(token_ids)
         chunks = [
-            PlannedChunk(start, end, live, () if live else segment_chain(root, tokens[start:end]))
+            PlannedChunk(
+                start,
+                end,
+                live,
+                () if live else segment_chain(root(layout.profile_of(start)), tokens[start:end]),
+            )
             for (start, end), live in zip(layout.bounds, layout.live, strict=True)
             if start < end
         ]
@@ -216,6 +244,7 @@ class RequestPlan:
                 max(chunk.start, self.num_prefix_tokens),
                 chunk.segments,
                 chunk.num_cached,
+                self.layout.profile_of(chunk.start),
             )
             for chunk in self.chunks
             if not chunk.live and self.done < chunk.end <= limit
@@ -231,6 +260,7 @@ class RequestPlan:
             namespace=self.layout.namespace,
             warm=self.layout.warm,
             attempt=attempt,
+            calibration=self.layout.calibration,
             num_prompt_tokens=self.layout.bounds[-1][1],
         )
         self.done = max(self.done, limit)

@@ -57,7 +57,12 @@ class SchedulerSide:
         self._reports = ReportBook()
 
     def num_external_tokens(
-        self, request_id: str, layout: ChunkLayout, token_ids: Sequence[int], l_gpu: int, root: bytes
+        self,
+        request_id: str,
+        layout: ChunkLayout,
+        token_ids: Sequence[int],
+        l_gpu: int,
+        root: Callable[[str], bytes],
     ) -> int:
         """L_hit - L_gpu for a request about to be scheduled (paper §3.3.1): what the worker loads in the same step.
 

@@ -7,15 +7,19 @@ Layer-wise hooks run in the middle of vLLM's forward pass, so everything they ne
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from daric_rag.engine.scheduling.plan import StepPlan
 from daric_rag.engine.storage.base import WriteHandle
 from daric_rag.engine.storage.store import KVStore
+from daric_rag.engine.token_ranges import TokenRange
+from daric_rag.engine.worker.calibration import Calibration
+from daric_rag.engine.worker.correction import Correction, Positions
 from daric_rag.engine.worker.kv_layout import KVCaches
-from daric_rag.engine.worker.passes import Pass
+from daric_rag.engine.worker.passes import Generation, Pass
 from daric_rag.engine.worker.rope import RopeParameters
 from daric_rag.engine.worker.step_work import LoadedChunk, StepWork
 from daric_rag.engine.worker.transfer import Kind, LayerStream, Transfer
@@ -29,6 +33,9 @@ class _Transfers:
     scatter: Transfer | None = None
     gather: Transfer | None = None
     rotate: Transfer | None = None
+    # Called with the layer after its attention: before it is saved, and those that only look after the pass's own.
+    correct: tuple[Callable[[int], None], ...] = ()
+    watch: tuple[Callable[[int], None], ...] = ()
     # Chunks of `scatter` that are still being read from disk: awaited layer by layer.
     arriving: tuple[LoadedChunk, ...] = ()
     deadline: float | None = None
@@ -56,10 +63,19 @@ class LayerHooks:
         self._damaged: list[LoadedChunk] = []
         # Records that passes of this step save: complete once the stream is through.
         self._saved: list[WriteHandle] = []
+        # By the profile's digest.
+        self.corrections: dict[str, Correction] = {}
+        self.calibration: Calibration | None = None
 
     def set_rope(self, rope: RopeParameters) -> None:
         """Give the model's rotary parameters, once it is loaded."""
         self._rope = rope
+
+    @property
+    def rope(self) -> RopeParameters:
+        """The model's rotary parameters."""
+        assert self._rope is not None
+        return self._rope
 
     @property
     def num_layers(self) -> int:
@@ -68,8 +84,7 @@ class LayerHooks:
 
     def builder(self) -> TransferBuilder:
         """Collects what a transfer moves in these blocks."""
-        assert self._rope is not None
-        return TransferBuilder(self.caches, self.dtype, self._rope)
+        return TransferBuilder(self.caches, self.dtype, self.rope)
 
     def take_damaged(self) -> list[LoadedChunk]:
         """Chunks whose bytes a pass waited for in vain, since the last call."""
@@ -89,8 +104,8 @@ class LayerHooks:
     def generation(self, work: StepWork, one: Pass) -> Iterator[None]:
         """Around a pass of the cache-generation phase.
 
-        Partly cached chunks get their beginning first; a chunk that the pass completes is saved, then re-encoded
-        to where it stands.
+        Partly cached chunks get their beginning first; a chunk that the pass completes is corrected, saved, then
+        re-encoded to where it stands.
         """
         load, save, rotate = self.builder(), self.builder(), self.builder()
         beginning = {id(generation.chunk) for generation in one.starts}
@@ -99,24 +114,118 @@ class LayerHooks:
                 load.add_load(loaded, recomputed=(), reencode=False)
         handles: list[WriteHandle] = []
         for generation in one.completes:
-            handles += save.add_save(generation, work.store)
+            if self._can_be_stored(generation):
+                handles += save.add_save(generation, work.store)
             if not generation.plan.warm:
                 rotate.add_rotation(generation)
-        transfers = _Transfers(load.build(Kind.SCATTER), save.build(Kind.GATHER), rotate.build(Kind.ROTATE))
+        transfers = _Transfers(
+            load.build(Kind.SCATTER),
+            save.build(Kind.GATHER),
+            rotate.build(Kind.ROTATE),
+            tuple(self._correcting(one.completes)),
+            tuple(self._watching_alone(one.completes)),
+        )
         with self._during(transfers):
             yield
         self._saved += handles
 
+    def _can_be_stored(self, generation: Generation) -> bool:
+        """Not what is only measured, and not under the name of a profile that this rank does not have."""
+        profile = generation.chunk.profile
+        return generation.plan.calibration is None and (not profile or profile in self.corrections)
+
+    def _correcting(self, generations: Sequence[Generation]) -> Iterator[Callable[[int], None]]:
+        """What corrects the chunks, one a profile."""
+        for profile in dict.fromkeys(one.chunk.profile for one in generations):
+            if profile in self.corrections:
+                chunks = [one for one in generations if one.chunk.profile == profile]
+                yield self._correcting_with(self.corrections[profile], chunks)
+
+    def _correcting_with(
+        self, correction: Correction, generations: Sequence[Generation]
+    ) -> Callable[[int], None]:
+        builder = self.builder()
+        chunks = [(one.chunk.start, one.chunk.end) for one in generations]
+        windows = builder.in_place(
+            [builder.window(one.plan, *chunk) for one, chunk in zip(generations, chunks, strict=True)]
+        )
+        offsets = torch.cat([torch.arange(end - start) for start, end in chunks])
+        positions = Positions.of(offsets, offsets, self.rope, self.caches.device)
+
+        def correct(layer: int) -> None:
+            if correction.corrects(layer):
+                correction.apply(windows.read(layer), positions, layer)
+                windows.write(layer)
+
+        return correct
+
+    def _watching_alone(self, generations: Sequence[Generation]) -> Iterator[Callable[[int], None]]:
+        """What shows the calibration its chunks, generated alone."""
+        for one in generations:
+            # What stands at position 0 has nothing before it in context either.
+            if self.calibration is not None and one.plan.calibration is not None and one.chunk.start > 0:
+                yield self._watching_one_alone(self.calibration, one)
+
+    def _watching_one_alone(self, calibration: Calibration, one: Generation) -> Callable[[int], None]:
+        builder, chunk = self.builder(), one.chunk
+        window = builder.in_place([builder.window(one.plan, chunk.start, chunk.end)])
+        offsets = torch.arange(chunk.end - chunk.start)
+        positions = Positions.of(offsets, offsets, self.rope, self.caches.device)
+
+        def watch(layer: int) -> None:
+            calibration.see_alone(one.plan.request_id, chunk.start, window.read(layer), positions, layer)
+
+        return watch
+
+    def _watching_in_context(self, work: StepWork, one: Pass) -> Iterator[Callable[[int], None]]:
+        """What shows the calibration the documents' tokens that a pass computes in full context."""
+        plans = {plan.request_id: plan for plan in work.plans if plan.calibration is not None}
+        if self.calibration is None or not plans:
+            return
+        for row in one.rows:
+            if row.request_id not in plans:
+                continue
+            plan = plans[row.request_id]
+            end = row.num_computed + row.num_scheduled
+            for inside in self.calibration.unseen(plan.request_id, row.num_computed, end):
+                yield self._watching_one_in_context(self.calibration, plan, inside)
+
+    def _watching_one_in_context(
+        self, calibration: Calibration, plan: StepPlan, inside: TokenRange
+    ) -> Callable[[int], None]:
+        builder = self.builder()
+        window = builder.in_place([builder.window(plan, *inside)])
+        encoded = torch.arange(*inside)
+        chunk = calibration.chunk_at(plan.request_id, inside[0])
+        positions = Positions.of(encoded, encoded - chunk, self.rope, self.caches.device)
+
+        def watch(layer: int) -> None:
+            calibration.see_in_context(
+                plan.request_id, plan.calibration or 0, chunk, inside, window.read(layer), positions, layer
+            )
+
+        return watch
+
     @contextlib.contextmanager
-    def recomputation(self, work: StepWork) -> Iterator[None]:
-        """Around the pass in which the loaded chunks are written, without the tokens recomputed in this step."""
+    def recomputation(self, work: StepWork, one: Pass, *, is_first: bool) -> Iterator[None]:
+        """Around a pass of the partial-recomputation phase.
+
+        In the first one loaded chunks are written, without the tokens recomputed in this step.
+        """
+        watch = tuple(self._watching_in_context(work, one))
+        if not is_first:
+            with self._during(_Transfers(watch=watch)):
+                yield
+            return
         recomputed = {item.plan.request_id: item.ranges for item in work.recomputations}
         load = self.builder()
         wanted = [loaded for loaded in work.loads if not loaded.plan.warm]
         for loaded in wanted:
             load.add_load(loaded, recomputed.get(loaded.plan.request_id, ()), reencode=True)
         arriving = tuple(loaded for loaded in wanted if not loaded.has_arrived(self.num_layers - 1))
-        transfers = _Transfers(load.build(Kind.SCATTER), arriving=arriving, deadline=work.deadline)
+        transfers = _Transfers(
+            load.build(Kind.SCATTER), watch=watch, arriving=arriving, deadline=work.deadline
+        )
         with self._during(transfers):
             yield
 
@@ -147,8 +256,12 @@ class LayerHooks:
             self.stream.need(self._layer_numbers[layer_name])
 
     def after_layer(self, layer_name: str) -> None:
-        """The layer's attention has run; its chunk-relative keys are saved, then re-encoded."""
+        """The layer's attention has run; its chunk-relative KV is corrected and saved, then its keys re-encoded."""
         layer = self._layer_numbers[layer_name]
+        for look in self._pass.watch:
+            look(layer)
+        for correct in self._pass.correct:
+            correct(layer)
         if self._pass.gather is not None:
             self.stream.save(self._pass.gather, layer)
         if self._pass.rotate is not None:

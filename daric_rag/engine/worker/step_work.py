@@ -122,7 +122,7 @@ class StepWork:
         found = self._agreed([self._acquire(plan, chunk) for plan, chunk in wanted])
         for one in found:
             self._count_failed(one, one.chunk.num_cached - one.first_segment)
-        found = self._agreed(self._worth_loading(found))
+        found = self._agreed(self._worth_loading([self._whole_if_corrected(one) for one in found]))
         # A warm request writes nothing, so nothing else would notice a damaged record; and a generation pass
         # needs its beginning before it starts.
         verified = self._agreed(
@@ -131,7 +131,13 @@ class StepWork:
         for before, one in zip(found, verified, strict=True):
             self._count_failed(one, len(before.handles))
         for loaded in verified:
-            self._sort_chunk(loaded)
+            self._sort_chunk(self._whole_if_corrected(loaded))
+
+    def _whole_if_corrected(self, loaded: LoadedChunk) -> LoadedChunk:
+        """A chunk's end cannot be generated behind a beginning that is corrected already: all of it, or nothing."""
+        if loaded.chunk.profile and loaded.can_be_generated and not loaded.is_whole:
+            return self._keep(loaded, 0)
+        return loaded
 
     def _acquire(self, plan: StepPlan, chunk: ChunkWork) -> LoadedChunk:
         """Pin what the store has of the chunk, from the first segment that must be written on.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from daric_rag.engine.scheduling.plan import StepPlan
 from daric_rag.engine.storage.base import WriteHandle
 from daric_rag.engine.storage.store import KVStore
 from daric_rag.engine.token_ranges import TokenRange, subtract
@@ -16,6 +17,8 @@ from daric_rag.engine.worker.step_work import LoadedChunk
 from daric_rag.engine.worker.transfer import (
     NO_RECORD,
     NO_ROTATION,
+    BlockRange,
+    InPlace,
     Kind,
     RopeTable,
     Transfer,
@@ -46,6 +49,14 @@ class TransferBuilder:
             self._offsets[request_id] = len(self.block_tables)
             self.block_tables.extend(block_ids)
         return self._offsets[request_id]
+
+    def window(self, plan: StepPlan, start: int, end: int) -> BlockRange:
+        """Where the tokens `[start, end)` of a request's text lie."""
+        return BlockRange(end - start, start, self._table(plan.request_id, plan.block_ids))
+
+    def in_place(self, windows: Sequence[BlockRange]) -> InPlace:
+        """Access to the KV of such tokens."""
+        return InPlace(windows, self.block_tables, self._caches)
 
     def add_load(self, loaded: LoadedChunk, recomputed: Sequence[TokenRange], *, reencode: bool) -> None:
         """Write a chunk's segments into its blocks, without the positions that are recomputed."""

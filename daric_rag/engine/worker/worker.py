@@ -153,6 +153,22 @@ class _DaricWorkerMixin:
         assert isinstance(connector, DaricConnector)
         return {**self._side().stats(), "tracked_requests": connector.num_tracked}
 
+    def daric_load_profile(self, path: str) -> str | None:
+        """Correct chunks of the profile at `path` from now on; what is wrong if it does not fit this rank."""
+        try:
+            self._side().load_profile(path)
+        except ValueError as error:
+            return str(error)  # an exception would reach the caller without its type
+        return None
+
+    def daric_begin_calibration(self) -> None:
+        """Watch calibration requests from now on."""
+        self._side().begin_calibration()
+
+    def daric_end_calibration(self, directory: str | None) -> dict[str, Any]:
+        """Stop watching; fit, write this rank's maps into `directory` and say what they gain. None: write nothing."""
+        return self._side().end_calibration(directory)
+
     # ---- the phases ----
 
     def _run_phases(self, step: ScheduledStep, work: StepWork, side: WorkerSide) -> Any:
@@ -173,10 +189,9 @@ class _DaricWorkerMixin:
             work.load_repeats()
         generated = clock()
         passes = recomputation_passes(work.recomputations, beside, whole.less(*step.load(is_last=True)))
-        with side.hooks.recomputation(work):
-            output = self._recompute(step, passes[0], is_last=len(passes) == 1)
-        for number, one in enumerate(passes[1:], 2):
-            output = self._recompute(step, one, is_last=number == len(passes))
+        for number, one in enumerate(passes, 1):
+            with side.hooks.recomputation(work, one, is_first=number == 1):
+                output = self._recompute(step, one, is_last=number == len(passes))
         recompute_s = clock() - generated
         for report in work.reports.values():
             report.add(RequestReport(generate_s=generated - started, recompute_s=recompute_s))

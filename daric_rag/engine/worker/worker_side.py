@@ -14,10 +14,13 @@ from daric_rag.config import DaricConfig
 from daric_rag.engine.fingerprint import storage_dtype
 from daric_rag.engine.keys import SegmentKey
 from daric_rag.engine.metrics import RequestReport
+from daric_rag.engine.profile import Profile, write_maps
 from daric_rag.engine.scheduling.plan import StepPlan
 from daric_rag.engine.storage.base import RecordSpec, StoreEvent
 from daric_rag.engine.storage.opening import open_store
 from daric_rag.engine.worker.agreement import least_of_all_ranks
+from daric_rag.engine.worker.calibration import Calibration
+from daric_rag.engine.worker.correction import Correction
 from daric_rag.engine.worker.layer_hooks import LayerHooks
 from daric_rag.engine.worker.load_or_generate import Rate
 from daric_rag.engine.worker.step_work import StepWork
@@ -101,7 +104,41 @@ class WorkerSide:
         finally:
             self.in_step = False
             self._missing += work.missing
+            if self._hooks is not None and self._hooks.calibration is not None:
+                for plan in plans:
+                    if plan.is_final and plan.calibration is not None:
+                        self._hooks.calibration.forget(plan.request_id)
             self._reports.update(work.reports)
+
+    def load_profile(self, path: str) -> None:
+        """Correct chunks with the profile at `path` from now on.
+
+        Raises ValueError if it is damaged or was made for another shape of KV.
+        """
+        profile = Profile.read(path)
+        layout, hooks = self.hooks.caches.layout, self.hooks
+        correction = Correction(profile.maps(self.rank), hooks.rope, hooks.caches.device)
+        if not correction.is_for(hooks.num_layers, layout.num_kv_heads, layout.head_dim):
+            raise ValueError(f"profile {path} has maps of other shapes than this model's KV")
+        hooks.corrections[profile.digest] = correction
+
+    def begin_calibration(self) -> None:
+        """Watch calibration requests from now on; what an earlier one saw is dropped."""
+        self.hooks.calibration = Calibration(self.hooks.caches, self.hooks.rope)
+
+    def end_calibration(self, directory: str | None) -> dict[str, Any]:
+        """Fit what was seen and write this rank's maps into `directory`; None: only stop watching."""
+        calibration, self.hooks.calibration = self.hooks.calibration, None
+        if calibration is None or directory is None:
+            return {}
+        maps, fits = calibration.solve()
+        write_maps(directory, self.rank, maps)
+        return {
+            "num_tokens": calibration.num_tokens,
+            "layers": [
+                {"key_gain": fit.key_gain, "value_gain": fit.value_gain, "ridge": fit.ridge} for fit in fits
+            ],
+        }
 
     def measure_generation(self, num_tokens: int, seconds: float) -> None:
         """Note how long a pass took; only where it is over when it returns, so never on a GPU."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,16 +20,27 @@ from daric_rag.engine.worker.transfer.plan import (
 
 
 class Reference:
-    """One kind of transfer of a plan, for caches on any device and records in host memory."""
+    """One kind of transfer of a plan, for caches on any device and records in host memory.
 
-    def __init__(self, kind: Kind, plan: TransferPlan, rope: RopeTable | None) -> None:
+    `rows`: the ranges' part of their records, where that is not what the plan's addresses say.
+    """
+
+    def __init__(
+        self,
+        kind: Kind,
+        plan: TransferPlan,
+        rope: RopeTable | None,
+        rows: Sequence[torch.Tensor] | None = None,
+    ) -> None:
         self._layout, device = plan.caches.layout, plan.caches.device
         self._kind = kind
         self._rope = rope and replace(rope, cos=rope.cos.to(device), sin=rope.sin.to(device))
         self._items = [TransferRange(*row) for row in plan.ranges.tolist()]
         self._tokens = [item.num_tokens for item in self._items]
         self._slots = _Slots.of(plan.pieces.to(device))
-        self._rows = [] if kind is Kind.ROTATE else [record_rows(plan, item) for item in self._items]
+        if rows is None and kind is not Kind.ROTATE:
+            rows = [record_rows(plan, item) for item in self._items]
+        self._rows = rows or []
 
     def run(self, cache: torch.Tensor, layer: int) -> None:
         """Move one layer."""

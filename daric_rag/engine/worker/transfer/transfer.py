@@ -44,7 +44,7 @@ class Transfer:
         plan.check(kind, rope)
         self._kind = kind
         self._layers = plan.caches.layers
-        make = _implementation(plan, rope)
+        make = implementation(plan, rope)
         self._staging: Staging | None = None
         staged = _must_be_staged(kind, plan, make)
         if bool(staged.any()):
@@ -83,7 +83,8 @@ class Transfer:
 _Maker = type[CpuKernel] | type[CudaKernel] | type[Reference]
 
 
-def _implementation(plan: TransferPlan, rope: RopeTable | None) -> _Maker:
+def implementation(plan: TransferPlan, rope: RopeTable | None) -> _Maker:
+    """What moves a plan's KV on the device of its caches."""
     if plan.caches.device.type == "cpu":
         if cpu_library() is not None:
             return CpuKernel

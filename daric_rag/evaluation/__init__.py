@@ -1,0 +1,1 @@
+"""How good answers are with reuse: measured on your model and your documents."""
