@@ -73,7 +73,10 @@ class Moments:
         sizes = self.xx.diagonal(dim1=1, dim2=2)
         # A feature that is always 0 (a bin that no token is in) gets the coefficient 0.
         floor = 1e-6 * sizes.mean(1, keepdim=True) + torch.finfo(torch.float64).tiny
-        return torch.linalg.solve(self.xx + torch.diag_embed(ridge * sizes + floor), self.xy)
+        solution: torch.Tensor = torch.linalg.solve(
+            self.xx + torch.diag_embed(ridge * sizes + floor), self.xy
+        )
+        return solution
 
     def unexplained(self, solution: torch.Tensor) -> torch.Tensor:
         """What a map leaves of `yy`, `[groups, 2 * width]`."""
@@ -104,14 +107,14 @@ def fit_layer(parts: list[Moments]) -> Fit:
     whole = parts[0]
     for part in parts[1:]:
         whole = whole.plus(part)
-    total = whole.yy.unflatten(1, (2, -1)).sum((0, 2))
+    total = whole.yy.reshape(len(whole.yy), 2, -1).sum((0, 2))
     best: tuple[float, torch.Tensor, float] | None = None
     for ridge in _RIDGES:
         left = sum(
             (part.unexplained(whole.plus(part, -1).solve(ridge)) for part in parts),
             start=torch.zeros_like(whole.yy),
         )
-        left = left.unflatten(1, (2, -1)).sum((0, 2))
+        left = left.reshape(len(whole.yy), 2, -1).sum((0, 2))
         share = float(left.sum() / total.sum()) if float(total.sum()) > 0 else 1.0
         if best is None or share < best[0]:
             best = (share, left, ridge)
