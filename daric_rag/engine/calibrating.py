@@ -91,10 +91,9 @@ class Calibrator:
 
     def _pieces(self, document: Content) -> list[list[int]]:
         # Not `warm_chunk`: a document may be longer than the model's window.
-        if isinstance(document, str):
-            token_ids = self._processor.tokenize(document.strip())
-        else:
-            token_ids = list(document)
+        token_ids = (
+            self._processor.tokenize(document.strip()) if isinstance(document, str) else list(document)
+        )
         return [token_ids[n : n + _PIECE_TOKENS] for n in range(0, len(token_ids), _PIECE_TOKENS)]
 
     def _prompt(self, pieces: Sequence[list[int]]) -> ProcessedPrompt:
