@@ -167,7 +167,7 @@ def _prepared_directory(model: EmbeddedModel, show: bool) -> Path:
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with locked(target.with_name(f".{target.name}.lock")):
+        with locked(target):
             # Another process may have prepared it while this one waited.
             if not _sizes_match(target):
                 _prepare(model, source, version, target, show)
@@ -178,20 +178,35 @@ def _prepared_directory(model: EmbeddedModel, show: bool) -> Path:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock between processes and threads; the kernel frees it when its holder dies."""
-    with path.open("ab") as file:
+def locked(target: Path) -> Iterator[None]:
+    """Hold the exclusive lock on what is made at `target`, between processes and threads.
+
+    The kernel frees it when its holder dies.
+    """
+    with target.with_name(f".{target.name}.lock").open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def _prepare(model: EmbeddedModel, source: Path, version: str, target: Path, show: bool) -> None:
-    """Fill a temporary sibling and rename it. The caller holds the lock: older siblings are of the dead."""
+@contextlib.contextmanager
+def temporary_sibling(target: Path) -> Iterator[Path]:
+    """A folder beside `target` in which it is made, gone at the end.
+
+    The caller holds the lock, so older ones are of processes that were killed: they are removed.
+    """
     prefix = f".{target.name}.tmp-"
     for leftover in target.parent.glob(prefix + "*"):
         shutil.rmtree(leftover, ignore_errors=True)
     temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
     try:
+        yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _prepare(model: EmbeddedModel, source: Path, version: str, target: Path, show: bool) -> None:
+    """Make the directory in a temporary sibling and rename it. The caller holds the lock."""
+    with temporary_sibling(target) as temporary:
         if show:
             print(f"Preparing {model.name} in {target} (once, about 540 MB)", file=sys.stderr)
         content = temporary / "content"
@@ -201,8 +216,6 @@ def _prepare(model: EmbeddedModel, source: Path, version: str, target: Path, sho
             target.rename(temporary / "damaged")
         content.rename(target)
         _sync(target.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _convert(model: EmbeddedModel, source: Path, directory: Path, show: bool) -> None:

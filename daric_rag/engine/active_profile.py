@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,22 @@ _FIRST_START_S = 120.0
 class ActiveProfile:
     """The profile that requests get from now on; used in the engine's event loop.
 
-    `model`, `key`: the model's name, and what its profile is found by.
+    `model`: its name. `find_key`: what its profile is found by; called only if one is wanted, because the weights
+    are hashed for it.
     """
 
-    def __init__(self, calibrator: Calibrator, config: DaricConfig, model: str, key: str) -> None:
+    def __init__(
+        self, calibrator: Calibrator, config: DaricConfig, model: str, find_key: Callable[[], str]
+    ) -> None:
         self._calibrator = calibrator
         self._config = config
         self._model = model
-        self._key = key
+        self._find_key = find_key
         self.profile: Profile | None = None
+
+    @functools.cached_property
+    def _key(self) -> str:
+        return self._find_key()
 
     def digest(self, config: DaricConfig, adapter: Any) -> str:
         """The profile of a request, "" for none: an adapter's KV deviates in other ways than its base model's."""
@@ -57,7 +65,7 @@ class ActiveProfile:
         try:
             await self._take_up(self._read(path))
         except ValueError as error:
-            logger.warning("%s; documents are reused without correction until `daric-rag calibrate`", error)
+            logger.warning("%s; documents are reused without correction until `engine.calibrate`", error)
 
     async def calibrate(self, documents: Sequence[Content], progress: bool | None) -> Profile:
         """Make the model's profile of `documents`, keep it for coming starts, and take it up."""
@@ -71,10 +79,9 @@ class ActiveProfile:
         except (CalibrationTooSlowError, CacheUnavailableError, ValueError) as error:
             logger.warning(
                 "Documents of %s are reused without correction, which costs quality: %s. "
-                "Run `daric-rag calibrate %s` once.",
+                "Call `engine.calibrate(documents)` once.",
                 self._model,
                 error,
-                self._model,
             )
 
     async def _make(
@@ -89,7 +96,7 @@ class ActiveProfile:
         if profile.model_key != self._key:
             raise ValueError(
                 f"profile {str(path)!r} was made for another model or other settings ({profile.model}); "
-                f"run `daric-rag calibrate {self._model}`"
+                f"call `engine.calibrate(documents)` for {self._model}"
             )
         return profile
 

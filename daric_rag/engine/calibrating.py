@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import importlib.metadata
 import random
@@ -15,7 +16,7 @@ from typing import Any
 
 from daric_rag.config import DaricConfig
 from daric_rag.engine.input_processor import InputProcessor, ProcessedPrompt
-from daric_rag.engine.profile import LayerGain, Profile, being_made, publish
+from daric_rag.engine.profile import NUM_PARTS, LayerGain, Profile, being_made, publish
 from daric_rag.errors import DaricError
 from daric_rag.progress import progress_bar
 from daric_rag.prompt import ChunkedPrompt, Content, checked_content
@@ -24,8 +25,7 @@ GROUP_TOKENS = 1800
 """Tokens of the documents that are computed in one context: as many as ten passages have."""
 
 _PIECE_TOKENS = 512
-_NUM_PARTS = 4
-_MIN_PIECES = 2 * _NUM_PARTS
+_MIN_PIECES = 2 * NUM_PARTS
 _MIN_TOKENS = 1500
 _INSTRUCTION = "Answer the question with a few words, using only the given passages."
 _QUESTION = "What do these passages say?"
@@ -38,11 +38,7 @@ def bundled_documents() -> list[str]:
 
 
 class CalibrationTooSlowError(DaricError):
-    """Calibration would take longer than it may; `seconds` is how long."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__(f"calibration would take about {seconds:.0f} s")
-        self.seconds = seconds
+    """Calibration would take longer than it may."""
 
 
 class Calibrator:
@@ -86,7 +82,7 @@ class Calibrator:
         # The same documents make the same profile.
         random.Random(0).shuffle(pieces)
         room = max(_PIECE_TOKENS, min(GROUP_TOKENS, self._longest - _PIECE_TOKENS))
-        count = max(_NUM_PARTS, -(-num_tokens // room))
+        count = max(NUM_PARTS, -(-num_tokens // room))
         return [self._prompt(pieces[number::count]) for number in range(count)]
 
     def _pieces(self, document: Content) -> list[list[int]]:
@@ -133,8 +129,11 @@ class Calibrator:
                     ),
                     versions={name: importlib.metadata.version(name) for name in ("daric-rag", "torch")},
                 )
-        finally:
-            await self.call_ranks("daric_end_calibration", args=(None,))
+        except BaseException:
+            # The engine may be what failed: the first error is the one to tell.
+            with contextlib.suppress(Exception):
+                await self.call_ranks("daric_end_calibration", args=(None,))
+            raise
 
     async def _compute_all(
         self, groups: Sequence[ProcessedPrompt], progress: bool | None, limit_s: float | None
@@ -142,13 +141,15 @@ class Calibrator:
         started = time.perf_counter()
         with progress_bar(len(groups), "calibrating", "group", progress) as bar:
             for number, group in enumerate(groups):
-                await self._compute(group, number % _NUM_PARTS)
+                await self._compute(group, number % NUM_PARTS)
                 bar.update()
                 # The first one pays for what happens once in a process.
                 if number == 1 and limit_s is not None:
                     needed = (time.perf_counter() - started) / 2 * len(groups)
                     if needed > limit_s:
-                        raise CalibrationTooSlowError(needed)
+                        raise CalibrationTooSlowError(
+                            f"calibration would take about {needed:.0f} s, allowed are {limit_s:.0f} s"
+                        )
 
 
 def _mean_gain(ranks: Sequence[dict[str, float]]) -> LayerGain:

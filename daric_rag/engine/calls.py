@@ -106,8 +106,10 @@ class Calls:
             llm.collective_rpc,
             min(scheduler.max_num_batched_tokens, llm.model_config.max_model_len),
         )
-        key = model_key(root_fields(llm.vllm_config, self._config))
-        self.active_profile = ActiveProfile(calibrator, self._config, model, key)
+        vllm_config, config = llm.vllm_config, self._config
+        self.active_profile = ActiveProfile(
+            calibrator, config, model, lambda: model_key(root_fields(vllm_config, config))
+        )
         await self.active_profile.open()
 
     async def calibrate(self, documents: Sequence[Content], progress: bool | None) -> Profile:

@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from daric_rag.engine.keys import root_key
 from daric_rag.errors import CacheUnavailableError
-from daric_rag.models import cache_directory, locked
+from daric_rag.models import cache_directory, locked, temporary_sibling
 
 if TYPE_CHECKING:
     import torch
@@ -28,18 +27,34 @@ if TYPE_CHECKING:
 FORMAT = 1
 """Raised whenever the meaning of the files changes."""
 
+NUM_PARTS = 4
+"""Parts of the calibration requests, each held back once."""
+
+# Below this share of the deviation explained on held-back documents a correction would be noise.
+_LEAST_GAIN = 0.02
+
 
 @dataclass(frozen=True)
 class LayerGain:
     """What the correction of a layer explains on documents that were held back: shares of the deviation's energy.
 
-    At most 1; 0 and less: nothing, and the layer's keys or values stay as they are. `ridge`: the regularisation
-    that was chosen, as a share of the features' mean square.
+    At most 1; 0 and less: nothing. `ridge`: the regularisation that was chosen, as a share of each feature's own sum
+    of squares.
     """
 
     key_gain: float
     value_gain: float
     ridge: float
+
+    @property
+    def corrects_keys(self) -> bool:
+        """Whether the keys gain enough to be touched."""
+        return self.key_gain > _LEAST_GAIN
+
+    @property
+    def corrects_values(self) -> bool:
+        """Whether the values gain enough to be touched."""
+        return self.value_gain > _LEAST_GAIN
 
 
 @dataclass(frozen=True)
@@ -69,7 +84,7 @@ class Profile:
     @property
     def corrects_nothing(self) -> bool:
         """Whether no layer gained enough to be touched."""
-        return all(max(layer.key_gain, layer.value_gain) <= 0 for layer in self.layers)
+        return not any(layer.corrects_keys or layer.corrects_values for layer in self.layers)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Profile:
@@ -129,16 +144,12 @@ def being_made(path: Path) -> Iterator[Path]:
     One process at a time makes a profile; what a process that was killed has left is removed. Raises
     `CacheUnavailableError` if nothing can be written there.
     """
-    prefix = f".{path.stem}.tmp-"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with locked(path.with_name(f".{path.stem}.lock")):
-            for leftover in path.parent.glob(prefix + "*"):
-                shutil.rmtree(leftover, ignore_errors=True)
-            with tempfile.TemporaryDirectory(prefix=prefix, dir=path.parent) as folder:
-                maps = Path(folder) / "maps"
-                maps.mkdir()
-                yield maps
+        with locked(path), temporary_sibling(path) as folder:
+            maps = folder / "maps"
+            maps.mkdir()
+            yield maps
     except OSError as error:
         raise CacheUnavailableError(f"the profile {str(path)!r} cannot be written: {error}") from error
 

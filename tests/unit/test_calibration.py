@@ -42,7 +42,7 @@ def test_a_planted_linear_deviation_is_recovered() -> None:
     planted = 0.3 * torch.randn(2 * WIDTH, 2 * WIDTH, generator=torch.Generator().manual_seed(7))
     shift = torch.randn(len(OFFSET_BINS) + 1, 2 * WIDTH, generator=torch.Generator().manual_seed(8))
     fit = fit_layer(parts_with(lambda x, bins: x @ planted + shift[bins], noise=0.01))
-    assert fit.key_gain > 0.95 and fit.value_gain > 0.95
+    assert fit.gain.key_gain > 0.95 and fit.gain.value_gain > 0.95
     alone, bins = tokens(99)
     found = fit.kept().float()
     predicted = alone @ found[0, : 2 * WIDTH] + found[0, 2 * WIDTH :][bins]
@@ -57,7 +57,7 @@ def test_a_deviation_that_depends_on_nothing_known_is_not_corrected() -> None:
 
 def test_no_deviation_is_not_corrected() -> None:
     fit = fit_layer(parts_with(lambda x, bins: torch.zeros_like(x), noise=0.0))
-    assert (fit.key_gain, fit.value_gain) == (0.0, 0.0)
+    assert (fit.gain.key_gain, fit.gain.value_gain) == (0.0, 0.0)
     assert not fit.kept().any()
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from daric_rag.engine.profile import NUM_PARTS, LayerGain
 from daric_rag.engine.token_ranges import TokenRange, subtract, union
 from daric_rag.engine.worker.correction import (
     OFFSET_BINS,
@@ -23,15 +24,10 @@ from daric_rag.engine.worker.correction import (
 from daric_rag.engine.worker.kv_layout import KVCaches
 from daric_rag.engine.worker.rope import RopeParameters
 
-NUM_PARTS = 4
-"""Parts of the calibration requests, each held back once."""
-
 # Of each feature's own sum of squares: keys and values have very different sizes, and documents of another kind than
 # the fitted ones gained more so (23 % of the keys' deviation explained instead of 21 %). The smallest is no less than
 # what served other kinds best: held-back documents are of the same kind as the others, and would choose less.
 _RIDGES = (1e-1, 3e-1, 1.0)
-# Below this share of the deviation explained on held-back documents, a layer keeps its KV: it would be noise.
-_LEAST_GAIN = 0.02
 
 
 class Moments:
@@ -86,19 +82,15 @@ class Moments:
 
 @dataclass(frozen=True, eq=False)
 class Fit:
-    """The result for one layer: its map, and the share of the deviation's energy that it explains, on what was held
-    back, of keys and of values.
-    """
+    """The result for one layer: its map, and what it explains of what was held back."""
 
     solution: torch.Tensor
-    key_gain: float
-    value_gain: float
-    ridge: float
+    gain: LayerGain
 
     def kept(self) -> torch.Tensor:
         """The map without what gains too little: zero columns leave keys, or values, as they are."""
         width = self.solution.shape[-1] // 2
-        worth = torch.tensor([self.key_gain, self.value_gain]) > _LEAST_GAIN
+        worth = torch.tensor([self.gain.corrects_keys, self.gain.corrects_values])
         return self.solution * worth.repeat_interleave(width)
 
 
@@ -108,10 +100,11 @@ def fit_layer(parts: list[Moments]) -> Fit:
     for part in parts[1:]:
         whole = whole.plus(part)
     total = whole.yy.reshape(len(whole.yy), 2, -1).sum((0, 2))
+    others = [whole.plus(part, -1) for part in parts]
     best: tuple[float, torch.Tensor, float] | None = None
     for ridge in _RIDGES:
         left = sum(
-            (part.unexplained(whole.plus(part, -1).solve(ridge)) for part in parts),
+            (part.unexplained(rest.solve(ridge)) for part, rest in zip(parts, others, strict=True)),
             start=torch.zeros_like(whole.yy),
         )
         left = left.reshape(len(whole.yy), 2, -1).sum((0, 2))
@@ -121,7 +114,7 @@ def fit_layer(parts: list[Moments]) -> Fit:
     assert best is not None
     _, left, ridge = best
     gains = torch.where(total > 0, 1 - left / total.clamp_min(1e-300), torch.zeros_like(total))
-    return Fit(whole.solve(ridge), float(gains[0]), float(gains[1]), ridge)
+    return Fit(whole.solve(ridge), LayerGain(float(gains[0]), float(gains[1]), ridge))
 
 
 class Calibration:

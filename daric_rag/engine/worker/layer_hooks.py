@@ -7,17 +7,21 @@ Layer-wise hooks run in the middle of vLLM's forward pass, so everything they ne
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from daric_rag.engine.scheduling.plan import StepPlan
 from daric_rag.engine.storage.base import WriteHandle
 from daric_rag.engine.storage.store import KVStore
-from daric_rag.engine.token_ranges import TokenRange
+from daric_rag.engine.worker.after_attention import (
+    AfterLayer,
+    correcting,
+    watching_alone,
+    watching_in_context,
+)
 from daric_rag.engine.worker.calibration import Calibration
-from daric_rag.engine.worker.correction import Correction, Positions
+from daric_rag.engine.worker.correction import Correction
 from daric_rag.engine.worker.kv_layout import KVCaches
 from daric_rag.engine.worker.passes import Generation, Pass
 from daric_rag.engine.worker.rope import RopeParameters
@@ -34,8 +38,8 @@ class _Transfers:
     gather: Transfer | None = None
     rotate: Transfer | None = None
     # Called with the layer after its attention: before it is saved, and those that only look after the pass's own.
-    correct: tuple[Callable[[int], None], ...] = ()
-    watch: tuple[Callable[[int], None], ...] = ()
+    correct: tuple[AfterLayer, ...] = ()
+    watch: tuple[AfterLayer, ...] = ()
     # Chunks of `scatter` that are still being read from disk: awaited layer by layer.
     arriving: tuple[LoadedChunk, ...] = ()
     deadline: float | None = None
@@ -122,8 +126,8 @@ class LayerHooks:
             load.build(Kind.SCATTER),
             save.build(Kind.GATHER),
             rotate.build(Kind.ROTATE),
-            tuple(self._correcting(one.completes)),
-            tuple(self._watching_alone(one.completes)),
+            tuple(correcting(self.corrections, one.completes, self.builder)),
+            tuple(watching_alone(self.calibration, one.completes, self.builder)),
         )
         with self._during(transfers):
             yield
@@ -134,85 +138,13 @@ class LayerHooks:
         profile = generation.chunk.profile
         return generation.plan.calibration is None and (not profile or profile in self.corrections)
 
-    def _correcting(self, generations: Sequence[Generation]) -> Iterator[Callable[[int], None]]:
-        """What corrects the chunks, one a profile."""
-        for profile in dict.fromkeys(one.chunk.profile for one in generations):
-            if profile in self.corrections:
-                chunks = [one for one in generations if one.chunk.profile == profile]
-                yield self._correcting_with(self.corrections[profile], chunks)
-
-    def _correcting_with(
-        self, correction: Correction, generations: Sequence[Generation]
-    ) -> Callable[[int], None]:
-        builder = self.builder()
-        chunks = [(one.chunk.start, one.chunk.end) for one in generations]
-        windows = builder.in_place(
-            [builder.window(one.plan, *chunk) for one, chunk in zip(generations, chunks, strict=True)]
-        )
-        offsets = torch.cat([torch.arange(end - start) for start, end in chunks])
-        positions = Positions.of(offsets, offsets, self.rope, self.caches.device)
-
-        def correct(layer: int) -> None:
-            if correction.corrects(layer):
-                correction.apply(windows.read(layer), positions, layer)
-                windows.write(layer)
-
-        return correct
-
-    def _watching_alone(self, generations: Sequence[Generation]) -> Iterator[Callable[[int], None]]:
-        """What shows the calibration its chunks, generated alone."""
-        for one in generations:
-            # What stands at position 0 has nothing before it in context either.
-            if self.calibration is not None and one.plan.calibration is not None and one.chunk.start > 0:
-                yield self._watching_one_alone(self.calibration, one)
-
-    def _watching_one_alone(self, calibration: Calibration, one: Generation) -> Callable[[int], None]:
-        builder, chunk = self.builder(), one.chunk
-        window = builder.in_place([builder.window(one.plan, chunk.start, chunk.end)])
-        offsets = torch.arange(chunk.end - chunk.start)
-        positions = Positions.of(offsets, offsets, self.rope, self.caches.device)
-
-        def watch(layer: int) -> None:
-            calibration.see_alone(one.plan.request_id, chunk.start, window.read(layer), positions, layer)
-
-        return watch
-
-    def _watching_in_context(self, work: StepWork, one: Pass) -> Iterator[Callable[[int], None]]:
-        """What shows the calibration the documents' tokens that a pass computes in full context."""
-        plans = {plan.request_id: plan for plan in work.plans if plan.calibration is not None}
-        if self.calibration is None or not plans:
-            return
-        for row in one.rows:
-            if row.request_id not in plans:
-                continue
-            plan = plans[row.request_id]
-            end = row.num_computed + row.num_scheduled
-            for inside in self.calibration.unseen(plan.request_id, row.num_computed, end):
-                yield self._watching_one_in_context(self.calibration, plan, inside)
-
-    def _watching_one_in_context(
-        self, calibration: Calibration, plan: StepPlan, inside: TokenRange
-    ) -> Callable[[int], None]:
-        builder = self.builder()
-        window = builder.in_place([builder.window(plan, *inside)])
-        encoded = torch.arange(*inside)
-        chunk = calibration.chunk_at(plan.request_id, inside[0])
-        positions = Positions.of(encoded, encoded - chunk, self.rope, self.caches.device)
-
-        def watch(layer: int) -> None:
-            calibration.see_in_context(
-                plan.request_id, plan.calibration or 0, chunk, inside, window.read(layer), positions, layer
-            )
-
-        return watch
-
     @contextlib.contextmanager
     def recomputation(self, work: StepWork, one: Pass, *, is_first: bool) -> Iterator[None]:
         """Around a pass of the partial-recomputation phase.
 
         In the first one loaded chunks are written, without the tokens recomputed in this step.
         """
-        watch = tuple(self._watching_in_context(work, one))
+        watch = tuple(watching_in_context(self.calibration, work.plans, one, self.builder))
         if not is_first:
             with self._during(_Transfers(watch=watch)):
                 yield

@@ -10,6 +10,7 @@ from daric_rag.engine.scheduling.plan import StepPlan
 from daric_rag.engine.storage.base import WriteHandle
 from daric_rag.engine.storage.store import KVStore
 from daric_rag.engine.token_ranges import TokenRange, subtract
+from daric_rag.engine.worker.correction import Positions
 from daric_rag.engine.worker.kv_layout import KVCaches
 from daric_rag.engine.worker.passes import Generation
 from daric_rag.engine.worker.rope import RopeParameters, delta_table
@@ -57,6 +58,10 @@ class TransferBuilder:
     def in_place(self, windows: Sequence[BlockRange]) -> InPlace:
         """Access to the KV of such tokens."""
         return InPlace(windows, self.block_tables, self._caches)
+
+    def positions(self, encoded: torch.Tensor, offsets: torch.Tensor) -> Positions:
+        """Where tokens of chunks stand, see `Positions.of`."""
+        return Positions.of(encoded, offsets, self._rope, self._caches.device)
 
     def add_load(self, loaded: LoadedChunk, recomputed: Sequence[TokenRange], *, reencode: bool) -> None:
         """Write a chunk's segments into its blocks, without the positions that are recomputed."""

@@ -104,10 +104,10 @@ class WorkerSide:
         finally:
             self.in_step = False
             self._missing += work.missing
-            if self._hooks is not None and self._hooks.calibration is not None:
+            if self.hooks.calibration is not None:
                 for plan in plans:
                     if plan.is_final and plan.calibration is not None:
-                        self._hooks.calibration.forget(plan.request_id)
+                        self.hooks.calibration.forget(plan.request_id)
             self._reports.update(work.reports)
 
     def load_profile(self, path: str) -> None:
@@ -133,12 +133,8 @@ class WorkerSide:
             return {}
         maps, fits = calibration.solve()
         write_maps(directory, self.rank, maps)
-        return {
-            "num_tokens": calibration.num_tokens,
-            "layers": [
-                {"key_gain": fit.key_gain, "value_gain": fit.value_gain, "ridge": fit.ridge} for fit in fits
-            ],
-        }
+        gains = [dataclasses.asdict(fit.gain) for fit in fits]
+        return {"num_tokens": calibration.num_tokens, "layers": gains}
 
     def measure_generation(self, num_tokens: int, seconds: float) -> None:
         """Note how long a pass took; only where it is over when it returns, so never on a GPU."""

@@ -41,10 +41,9 @@ class InPlace:
             position += one.num_tokens
         plan = TransferPlan.build(moved, block_tables, caches, torch.float32)
         make = implementation(plan, None)
+        rows = torch.split(self.keys_values[None], [one.num_tokens for one in ranges], dim=2)
         self._read, self._write = (
-            Reference(kind, plan, None, [self.keys_values[None, :, a:b] for a, b in _spans(ranges)])
-            if make is Reference
-            else make(kind, plan, None)
+            Reference(kind, plan, None, rows) if make is Reference else make(kind, plan, None)
             for kind in (Kind.GATHER, Kind.SCATTER)
         )
 
@@ -56,11 +55,3 @@ class InPlace:
     def write(self, layer: int) -> None:
         """Put `keys_values` back."""
         self._write.run(self._layers[layer], 0)
-
-
-def _spans(ranges: Sequence[BlockRange]) -> list[tuple[int, int]]:
-    ends, total = [], 0
-    for one in ranges:
-        ends.append((total, total + one.num_tokens))
-        total += one.num_tokens
-    return ends
