@@ -97,16 +97,14 @@ class Calls:
         return self._llm
 
     async def _open_profile(self, model: str) -> None:
-        llm = self._open
-        scheduler = llm.vllm_config.scheduler_config
+        vllm_config, config = self._open.vllm_config, self._config
         calibrator = Calibrator(
             self.processor,
-            self._config,
+            config,
             self._calibrate_one,
-            llm.collective_rpc,
-            min(scheduler.max_num_batched_tokens, llm.model_config.max_model_len),
+            self._call_ranks,
+            min(vllm_config.scheduler_config.max_num_batched_tokens, vllm_config.model_config.max_model_len),
         )
-        vllm_config, config = llm.vllm_config, self._config
         self.active_profile = ActiveProfile(
             calibrator, config, model, lambda: model_key(root_fields(vllm_config, config))
         )
@@ -212,9 +210,14 @@ class Calls:
     async def stats(self) -> dict[str, Any]:
         """Counters of this process and of the first worker's store."""
         async with self._errors():
-            stores = await self._open.collective_rpc("daric_stats")
+            stores = await self._call_ranks("daric_stats")
         unfinished = self._open.get_num_unfinished_requests()
         return {**self._totals.to_dict(), "unfinished_requests": unfinished, "store": over_ranks(stores)}
+
+    async def _call_ranks(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        """What each rank's worker returns. Whoever keeps this keeps nothing of vLLM's, see `_open`."""
+        results: list[Any] = await self._open.collective_rpc(method, args=args)
+        return results
 
     async def shut_down(self, timeout: float) -> None:
         """End vLLM's processes within `timeout` seconds: time to write what the disk tier holds in memory."""
