@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -33,8 +33,8 @@ from daric_rag.engine.requests import (
     warm_request,
 )
 from daric_rag.engine.result import Completion, GenerationResult, StreamChunk, WarmResult, build_metrics
+from daric_rag.engine.warming import Warming
 from daric_rag.errors import DaricError, EngineClosedError
-from daric_rag.progress import progress_bar
 from daric_rag.prompt import Content, items_of
 from daric_rag.recognition import Recognizer, split_by_matches
 
@@ -44,11 +44,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 T = TypeVar("T")
-
-# Documents of `warm` that are in the engine at once: enough to fill its batches, few enough to stay responsive.
-_WARM_CONCURRENCY = 32
-# Documents that are tokenised in one go: a prompt that arrives meanwhile waits for no more than these.
-_TEXT_BATCH = 8
 
 
 class Calls:
@@ -181,31 +176,16 @@ class Calls:
         lora_request: Any,
     ) -> WarmResult:
         """Compute and store the KV of documents, a bounded number of them at once."""
-        started = time.perf_counter()
         config = self._config if namespace is None else self._config.override(namespace=namespace)
         adapter = await self._adapter(lora_request)
         documents = items_of("documents", documents, "a sequence of documents")
-        chunks, empty = await self._warm_chunks(documents)
-        with progress_bar(len(chunks), "warming", "document", progress) as bar:
-            waiting = iter(chunks)
-
-            async def work() -> list[RequestMetrics]:
-                done = []
-                for chunk in waiting:
-                    done.append(await self._warm_one(chunk, config, adapter))
-                    bar.update()
-                return done
-
-            workers = await gather([work() for _ in range(min(_WARM_CONCURRENCY, len(chunks)))])
-        done = [metrics for each in workers for metrics in each]
-        return WarmResult(
-            documents=len(done),
-            tokens=sum(metrics.prompt_tokens for metrics in done),
-            generated_tokens=sum(metrics.generated_tokens for metrics in done),
-            cached_documents=sum(metrics.generated_tokens == 0 for metrics in done),
-            empty=empty,
-            seconds=time.perf_counter() - started,
+        warming = Warming(
+            self.processor,
+            self.recognizer,
+            self._in_thread,
+            lambda chunk: self._warm_one(chunk, config, adapter),
         )
+        return await warming.run(documents, progress)
 
     async def stats(self) -> dict[str, Any]:
         """Counters of this process and of the first worker's store."""
@@ -255,27 +235,6 @@ class Calls:
         """Cut a text at the registered documents in it."""
         assert self.recognizer is not None
         return split_by_matches(text, self.recognizer.find(text))
-
-    async def _warm_chunks(self, documents: Sequence[Content]) -> tuple[list[ProcessedPrompt], int]:
-        """The chunks of documents, each once, and how many documents are empty; the texts are registered."""
-        unique: dict[tuple[int, ...], ProcessedPrompt] = {}
-        empty = 0
-        for batch in _batched(enumerate(documents), _TEXT_BATCH):
-            chunks = await self._in_thread(self._chunks_of, batch)
-            unique |= {token_ids: chunk for token_ids, chunk in chunks if token_ids}
-            empty += sum(not token_ids for token_ids, _ in chunks)
-        # Only now: of documents that are refused nothing is kept.
-        if self.recognizer is not None:
-            texts = (document for document in documents if isinstance(document, str))
-            for some in _batched(texts, _TEXT_BATCH):
-                await self._in_thread(self.recognizer.register, some)
-        return list(unique.values()), empty
-
-    def _chunks_of(
-        self, numbered: Sequence[tuple[int, Content]]
-    ) -> list[tuple[tuple[int, ...], ProcessedPrompt]]:
-        chunks = [self.processor.warm_chunk(one, f"documents[{number}]") for number, one in numbered]
-        return [(tuple(chunk.token_ids), chunk) for chunk in chunks]
 
     # ---- one request ----
 
@@ -387,9 +346,3 @@ class Calls:
             if self._closed:
                 raise EngineClosedError("the engine was closed while a request was running") from None
             raise
-
-
-def _batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    rest = iter(items)
-    while batch := list(itertools.islice(rest, size)):
-        yield batch
